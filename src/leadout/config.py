@@ -1,0 +1,302 @@
+"""Every knob of a run, with its default, in one place.
+
+A recipe is a small YAML file; `leadout.cli` merges it with ``a.b=c`` overrides and validates it here. Unknown keys
+are refused. Only `leadout.build` reads these objects: everything below it takes plain arguments.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Dataset(Section):
+    """Where rows come from: exactly one of `task`, `path`, `hub`."""
+
+    task: str | None = None
+    """Name of a procedural task: `arithmetic`, or `reasoning_gym:NAME`."""
+    task_args: dict[str, int | float | str | bool] = {}
+    """Arguments of the task."""
+    path: Path | None = None
+    """A .jsonl, .json or .parquet file."""
+    hub: str | None = None
+    """A data set id for the `datasets` library."""
+    split: str = "train"
+    """Split of a hub data set."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: text or chat messages."""
+    answer_key: str | None = "answer"
+    """Column with the ground truth; null when there is none."""
+    num_rows: Positive | None = None
+    """Use only this many rows (for a task: how many are made, 1,000 by default)."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Dataset:
+        named = [name for name in ("task", "path", "hub") if getattr(self, name) is not None]
+        if len(named) != 1:
+            raise ValueError(f"expected exactly one of task, path, hub; got {', '.join(named) or 'none'}")
+        return self
+
+
+class Data(Section):
+    """Stage data: rows -> prompts."""
+
+    train: Dataset = Dataset(task="arithmetic")
+    eval: Dataset | None = None
+    apply_chat_template: bool | Literal["auto"] = "auto"
+    """`auto`: messages and, if the tokenizer has a template, plain strings too."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    system_prompt: str | None = None
+    max_prompt_length: Positive | None = None
+    """Tokens; null leaves only the context as bound."""
+    overlong: Literal["error", "drop"] = "error"
+    """What to do with a longer prompt."""
+    shuffle: bool = True
+
+
+class LeadoutSpeculation(Section):
+    """Keys of `speculative_config` beyond vLLM's."""
+
+    max_draft_length: Positive = 5
+    """Largest k that `auto` may choose."""
+    cost_profile: Path | None = None
+    """Measured seconds by shape; makes `auto` independent of the clock, and so reproducible."""
+    draft_temperature: float = Field(default=1.0, gt=0.0)
+    """Temperature of the draft relative to the policy's; any value is lossless."""
+
+
+class SpeculativeConfig(Section):
+    """How rollouts are drafted; keys as in vLLM."""
+
+    method: Literal["eagle3", "ngram"] = "eagle3"
+    model: str | None = None
+    """Draft checkpoint folder; null starts an untrained drafter (trainable methods only)."""
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=16)] | Literal["auto"] = "auto"
+    """k: fixed, 0 = off, or chosen every round."""
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    """`probabilistic` samples the draft and keeps its q."""
+    rejection_sample_method: Literal["standard"] = "standard"
+    """The exact rule; there is no other."""
+    prompt_lookup_min: Positive = 1
+    prompt_lookup_max: Positive = 3
+    leadout: LeadoutSpeculation = LeadoutSpeculation()
+
+    @model_validator(mode="after")
+    def _lookup_order(self) -> SpeculativeConfig:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min must be <= prompt_lookup_max, got {self.prompt_lookup_min} > {self.prompt_lookup_max}"
+            )
+        return self
+
+
+class RolloutSection(Section):
+    """Stage rollout: prompts -> completions."""
+
+    backend: Literal["native"] = "native"
+    num_prompts: Positive = 8
+    """Prompts per step."""
+    num_generations: Positive = 8
+    """Completions per prompt."""
+    max_completion_length: Positive = 64
+    temperature: float = Field(default=1.0, ge=0.0)
+    top_p: Share = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    stop: tuple[str, ...] = ()
+    max_model_len: Positive | None = None
+    """Prompt plus completion tokens; null takes what the run needs, at most the model's own."""
+    max_num_seqs: Positive | None = None
+    """Rows generated at once; null takes all of a step that fit `kv_cache_memory`."""
+    kv_cache_memory: float = Field(default=4.0, gt=0.0)
+    """GiB the key-value cache may take."""
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Of the generating engine."""
+    speculative_config: SpeculativeConfig | None = SpeculativeConfig()
+    """null: plain decoding."""
+
+
+class Draft(Section):
+    """How the drafter learns; what it is stands in `rollout.speculative_config`."""
+
+    enabled: bool | Literal["auto"] = "auto"
+    """`auto`: on if the method can be trained."""
+    loss_fn: Literal["ce"] = "ce"
+    ttt_steps: Annotated[int, Field(ge=1, le=8)] = 3
+    """Unrolled steps of test-time training."""
+    ttt_decay: Share = 0.8
+    """Weight of unrolled step i is decay**i."""
+    learning_rate: float = Field(default=1e-3, gt=0.0)
+    warmup_steps: Count = 20
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    passes: Positive = 1
+    """Optimizer passes over each step's rollouts."""
+    micro_rollouts: Positive = 4
+    """Rollouts per drafter update."""
+    replay_rollouts: Count = 0
+    """Recent rollouts kept and trained on again, as many per step as fresh ones; 0 is off."""
+    token_fraction: Share = 1.0
+    """Share of the rollouts trained on."""
+    every: Positive = 1
+    """Train on every n-th step."""
+    init: Literal["policy", "random"] = "policy"
+    """Start of an untrained drafter: head rows and embeddings from the policy, or random."""
+    vocab_size: Positive | None = None
+    """Draft vocabulary of an untrained drafter; null is the policy's."""
+    layer_ids: tuple[int, int, int] | None = None
+    """Tapped layers (the state entering them); null is (2, L/2, L-3)."""
+    measure_tokens: Positive = 4096
+    """At most this many response tokens a step measure the expected acceptance length."""
+
+
+class Grpo(Section):
+    """The loss; names as in TRL."""
+
+    loss_type: Literal["dapo", "grpo", "bnpo", "dr_grpo"] = "dapo"
+    epsilon: float = Field(default=0.2, gt=0.0)
+    epsilon_high: float | None = Field(default=0.28, gt=0.0)
+    """null: same as epsilon."""
+    delta: float | None = Field(default=None, gt=1.0)
+    """Upper bound of the ratio for negative advantages; null is off."""
+    beta: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL to the frozen reference; 0 keeps no reference."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    num_iterations: Positive = 1
+    """Passes over a step's rollouts."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    mask_truncated_completions: bool = False
+    importance_sampling_correction: bool = False
+    """Weight tokens by min(learner / engine probability, clip_max) (truncated importance sampling)."""
+    importance_sampling_clip_max: float = Field(default=2.0, gt=0.0)
+
+
+class Optim(Section):
+    """AdamW of the policy."""
+
+    learning_rate: float = Field(default=1e-6, ge=0.0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    warmup_steps: Count = 0
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+
+
+class Train(Section):
+    """Stage train."""
+
+    micro_batch_size: Positive = 8
+    """Completions per forward and backward pass."""
+    mini_batch_size: Positive | None = None
+    """Completions per optimizer update; null is the whole step."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    recompute: Literal["auto", "always"] = "auto"
+    """`auto` leaves the logprob pass out where the first update makes it redundant."""
+    gradient_checkpointing: bool = False
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Of matrix products; weights are fp32 (fp64 with float64)."""
+    logprob_chunk_size: Positive = 1024
+    """Token positions whose full-vocabulary logits exist at once."""
+
+
+class Pipeline(Section):
+    """When stages run."""
+
+    mode: Literal["sync"] = "sync"
+    max_staleness: Annotated[int, Field(ge=0, le=0)] = 0
+    max_steps: Positive = 20
+
+
+class RewardFunction(Section):
+    """One term of the reward."""
+
+    function: str
+    """`task`, `exact`, `number`, `math`, `length`, or `package.module:function` with TRL's or verl's signature."""
+    weight: float = 1.0
+
+
+class Checkpoint(Section):
+    """When the state is written."""
+
+    every: Positive = 10
+    keep: Positive = 2
+
+
+class Eval(Section):
+    """When the policy is evaluated."""
+
+    every: Count = 0
+    """Steps between evaluations; 0 is off."""
+    num_prompts: Positive = 64
+    num_generations: Positive = 1
+    temperature: float = Field(default=0.0, ge=0.0)
+
+
+class Log(Section):
+    """Where metrics go beside metrics.jsonl."""
+
+    to: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
+    rollouts: bool = True
+    """Write rollouts.jsonl."""
+    benchmark: bool = True
+    """Close the run with plain against speculative generation on the last step's prompts."""
+
+
+class RunConfig(Section):
+    """A whole recipe."""
+
+    name: str | None = None
+    """Folder under `output_dir`; null makes one from recipe and time."""
+    output_dir: Path = Path("runs")
+    seed: Count = 0
+    model: str = "smollm2-135m"
+    """Alias, folder or hub id."""
+    tokenizer: str | None = None
+    """Folder or hub id; null takes the model's."""
+    data: Data = Data()
+    rollout: RolloutSection = RolloutSection()
+    draft: Draft = Draft()
+    reward: tuple[RewardFunction, ...] = (RewardFunction(function="task"),)
+    grpo: Grpo = Grpo()
+    optim: Optim = Optim()
+    train: Train = Train()
+    pipeline: Pipeline = Pipeline()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    log: Log = Log()
+    threads: Count = 0
+    """CPU threads; 0 takes all cores."""
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> RunConfig:
+        speculation = self.rollout.speculative_config
+        trainable = speculation is not None and speculation.method == "eagle3"
+        if self.draft.enabled is True and not trainable:
+            method = "none" if speculation is None else speculation.method
+            raise ValueError(f"draft.enabled: true needs a method that can be trained (eagle3), got {method}")
+        if self.rollout.temperature == 0.0:
+            raise ValueError("rollout.temperature must be > 0 for training (greedy rollouts carry no signal), got 0")
+        if self.rollout.num_generations < 2 and self.grpo.scale_rewards != "none":
+            raise ValueError(
+                "rollout.num_generations must be >= 2 (advantages compare siblings), got 1; "
+                "for a single generation set grpo.scale_rewards: none"
+            )
+        return self
+
+    @property
+    def trains_drafter(self) -> bool:
+        """Whether the drafter learns during the run."""
+        speculation = self.rollout.speculative_config
+        return self.draft.enabled is not False and speculation is not None and speculation.method == "eagle3"

@@ -1,0 +1,49 @@
+"""Errors a user can cause, each with one clear line: what was expected, what came, what to change.
+
+LeadoutError (exit code 2)
++- ConfigError     a recipe or command-line value is wrong
++- DataError       a data file or row is wrong
++- ModelError      a model or draft folder is missing, of another shape, or not supported
++- CapacityError   it does not fit: context, slots, memory, disk
++- RefitError      a weight update is incomplete or corrupt
++- CheckpointError a run folder cannot be resumed
++- AuditError      the rollouts were not drawn from the policy (exit code 1)
+"""
+
+from __future__ import annotations
+
+
+class LeadoutError(Exception):
+    """Base of all errors whose message alone should reach the user."""
+
+    exit_code = 2
+
+
+class ConfigError(LeadoutError):
+    """A recipe or command-line value is wrong."""
+
+
+class DataError(LeadoutError):
+    """A data file or row is wrong."""
+
+
+class ModelError(LeadoutError):
+    """A model or draft folder is missing, of another shape, or not supported."""
+
+
+class CapacityError(LeadoutError):
+    """It does not fit: context, slots, memory, disk."""
+
+
+class RefitError(LeadoutError):
+    """A weight update is incomplete or corrupt."""
+
+
+class CheckpointError(LeadoutError):
+    """A run folder cannot be resumed."""
+
+
+class AuditError(LeadoutError):
+    """The rollouts were not drawn from the policy."""
+
+    exit_code = 1
