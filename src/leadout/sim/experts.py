@@ -67,10 +67,10 @@ def expert_curve(
     if row is None or tables is None:
         seconds = roofline(gpu, dtype, shape, tp, ep, routing, ROOFLINE_GRID)
         return Curve(name="experts", tokens=ROOFLINE_GRID, seconds=seconds, served=Served.ROOFLINE)
-    seconds, source = row
+    seconds, source, row_tp, row_ep = row
     tokens, seconds = grid_of(seconds, tables.moe_tokens)
     scale = roofline(gpu, dtype, shape, tp, ep, routing, tokens) / roofline(
-        source, dtype, shape, tp, ep, routing, tokens
+        source, dtype, shape, row_tp, row_ep, routing, tokens
     )
     served = Served.INTERPOLATED if bool(np.all(scale == 1.0)) else Served.SCALED
     return Curve(name="experts", tokens=tokens, seconds=seconds * scale, served=served, measured=True)
@@ -78,8 +78,8 @@ def expert_curve(
 
 def _measured(
     gpu: Gpu, tables: KernelTables | None, dtype: str, shape: ModelShape, tp: int, ep: int, routing: str, family: str
-) -> tuple[Floats, Gpu] | None:
-    """(row, GPU it was measured on): this GPU's, else B200's Triton rows for GB200, else None."""
+) -> tuple[Floats, Gpu, int, int] | None:
+    """(row, GPU, TP and EP it was measured on): this GPU's, B200's Triton rows, the nearest split, or None."""
     if tables is None or gpu.table is None or shape.experts != 128 or shape.experts_per_token != 8:
         return None
     known = "fp8_block" if (gpu.table, dtype) in EXCLUDED else dtype
@@ -92,8 +92,17 @@ def _measured(
     for system, kernel, source in tries:
         row = tables.moe.get(table_key(system, known, kernel, shape, tp, ep, routing))
         if row is not None:
-            return row, source
+            return row, source, tp, ep
+    for near_tp, near_ep in _neighbours(tp, ep):
+        row = tables.moe.get(table_key(gpu.table, known, "default", shape, near_tp, near_ep, routing))
+        if row is not None:
+            return row, base_gpu(gpu), near_tp, near_ep
     return None
+
+
+def _neighbours(tp: int, ep: int) -> list[tuple[int, int]]:
+    """Splits of the same layer to scale from when this one was not measured, nearest first."""
+    return [(tp // 2, ep), (tp // 4, ep), (tp * 2, ep), (tp, ep // 2), (tp, ep // 4), (tp // 2, ep // 2)]
 
 
 def base_gpu_of(system: str) -> Gpu:
