@@ -67,8 +67,8 @@ def learner_seconds(seconds: dict[Stage, float]) -> float:
 def run_timeline(setup: Setup, phases: list[RolloutPhase], learner: float, refit: float) -> Timeline:
     """Simulate enough steps to measure a steady one."""
     staleness = setup.scenario.pipeline.max_staleness
-    first = staleness + 2
-    batches = first + 1 + MEASURED_STEPS
+    first = 2 * (staleness + 1)
+    batches = first + 1 + max(MEASURED_STEPS, 2 * (staleness + 1))
     if setup.scenario.refit.method == "in_flight":
         return _in_flight(setup, learner, batches, first)
     return _draining(setup, phases, learner, refit, batches, first)

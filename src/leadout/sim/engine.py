@@ -22,8 +22,10 @@ GRAPH_LIMIT = 512
 class EngineTerms:
     """Engine constants. Seconds."""
 
-    host_s: float = 1.0e-3
-    """o_0: host time of every step, not hidden behind the GPU."""
+    host_s: float = 1.3e-4
+    """Host time of every step, not hidden behind the GPU."""
+    host_per_layer_s: float = 2.4e-5
+    """More per layer: small kernels between the products, and their launches (1.0 ms a step at 36 layers in all)."""
     host_per_row_s: float = 1.0e-5
     """o_1: more per live row."""
     draft_host_s: float = 4.0e-4
@@ -43,13 +45,17 @@ class EngineTerms:
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     """Captured sizes in tokens; None takes vLLM's default list up to min(2 x max_num_seqs, 512)."""
     attention: QueryGrowth = field(default_factory=QueryGrowth)
+    kernel_scale: float = 1.0
+    """Factor on all kernel times, for their uncertainty (another engine version, another clock)."""
     ragged_drafts: bool = False
     """Draft lengths differ between rows (n-gram): attention takes the fallback kernel."""
 
     def __post_init__(self) -> None:
-        for name in ("host_s", "host_per_row_s", "draft_host_s", "launch_per_layer_s", "sampler_passes"):
+        for name in ("host_s", "host_per_layer_s", "host_per_row_s", "draft_host_s", "launch_per_layer_s", "sampler_passes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"engine.{name} must be >= 0, got {getattr(self, name)}")
+        if self.kernel_scale <= 0:
+            raise ConfigError(f"engine.kernel_scale must be > 0, got {self.kernel_scale}")
         if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:
             raise ConfigError("engine.max_num_seqs and engine.max_num_batched_tokens must be >= 1")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -81,6 +87,10 @@ class EngineTerms:
             return tokens
         index = np.minimum(np.searchsorted(sizes, tokens), sizes.size - 1)
         return np.where(tokens <= sizes[-1], sizes[index], tokens)
+
+    def host(self, layers: int, rows: Floats) -> Floats:
+        """o_0 + o_1 B: host time of a step."""
+        return self.host_s + self.host_per_layer_s * layers + self.host_per_row_s * rows
 
     def launch(self, layers: int) -> float:
         """t_launch of a step out of the graph."""

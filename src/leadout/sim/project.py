@@ -182,7 +182,5 @@ def refit_stage(setup: Setup) -> float:
     """Seconds of one weight update as the step sees it."""
     scenario, section = setup.scenario, setup.scenario.refit
     method = section.method or ("broadcast" if scenario.separate else "copy")
-    size = setup.memory.weights_bytes + setup.memory.drafter_bytes
     total = (setup.shape.params + (setup.drafter.params if setup.drafter else 0.0)) * 2.0
-    links = min(scenario.training_gpus, scenario.generation_gpus)
-    return refit_seconds(method, setup.gpu, size, total, links, section.bandwidth_fraction, section.fixed_s)
+    return refit_seconds(method, setup.gpu, total, section.links, section.bandwidth_fraction, section.fixed_s)

@@ -99,6 +99,8 @@ class Speculation(Section):
     """Largest k of `auto`."""
     acceptance: Acceptance = Acceptance()
     """Without any form: a published law of the method."""
+    acceptance_scale: Annotated[float, Field(gt=0.0)] = 1.0
+    """Factor on every acceptance rate."""
     drafter_age: NonNegative = 0.0
     """Versions since the drafter learnt, beyond the lag of the pipeline."""
 
@@ -124,13 +126,15 @@ class Engine(Section):
     gpu_memory_utilization: Share = 0.9
     cudagraph_capture_sizes: tuple[Positive, ...] | None = None
     enforce_eager: bool = False
-    host_s: NonNegative = 1.0e-3
+    host_s: NonNegative = 1.3e-4
+    host_per_layer_s: NonNegative = 2.4e-5
     host_per_row_s: NonNegative = 1.0e-5
     draft_host_s: NonNegative = 4.0e-4
     ngram_host_per_row_s: NonNegative = 2.0e-5
     launch_per_layer_s: NonNegative = 6.0e-4
     launch_s: NonNegative | None = None
     sampler_passes: NonNegative = 8.0
+    kernel_scale: Annotated[float, Field(gt=0.0)] = 1.0
     attention_per_draft: NonNegative = 0.14
     attention_fallback_above: Annotated[int, Field(ge=0)] = 0
     """Largest k + 1 the decode kernel takes; 0: any."""
@@ -167,7 +171,10 @@ class Refit(Section):
     method: Literal["copy", "broadcast", "in_flight"] | None = None
     """null: copy when colocated, broadcast when separate. `in_flight` hides behind generation."""
     fixed_s: NonNegative | None = None
-    bandwidth_fraction: Share = 0.3
+    bandwidth_fraction: Share = 0.4
+    """Of a network link, which one stream of tensors reaches."""
+    links: Positive = 1
+    """Streams side by side."""
     recompute_kv: bool = False
     """In flight: live contexts are prefilled again after every update."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,6 +61,7 @@ class Workbench:
 
     def __init__(self) -> None:
         self._models: dict[object, Tables] = {}
+        self._layouts: dict[object, StepModel] = {}
 
     def tables(
         self, shape: ModelShape, layout: Layout, engine: EngineTerms, drafter: DraftShape | None, rows: int
@@ -73,8 +74,10 @@ class Workbench:
         key = (shape, place, engine, drafter)
         found = self._models.get(key)
         if found is None or found.max_batch < rows:
-            found = make_tables(build_step_model(shape, layout, engine, drafter), max(rows, 1))
-            self._models[key] = found
+            base = self._layouts.get(key[:2] + key[3:])
+            if base is None:
+                base = self._layouts[key[:2] + key[3:]] = build_step_model(shape, layout, engine, drafter)
+            found = self._models[key] = make_tables(replace(base, engine=engine), max(rows, 1))
         return found
 
 
@@ -115,8 +118,8 @@ def engine_terms(scenario: Scenario) -> EngineTerms:
         fallback_factor=section.attention_fallback_factor,
     )
     names = (
-        *("host_s", "host_per_row_s", "draft_host_s", "ngram_host_per_row_s", "launch_per_layer_s", "launch_s"),
-        *("sampler_passes", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager"),
+        *("host_s", "host_per_layer_s", "host_per_row_s", "draft_host_s", "ngram_host_per_row_s", "launch_per_layer_s", "launch_s"),
+        *("sampler_passes", "kernel_scale", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager"),
         "cudagraph_capture_sizes",
     )
     return EngineTerms(attention=growth, **{name: getattr(section, name) for name in names})
@@ -218,7 +221,7 @@ def prepare(scenario: Scenario, bench: Workbench | None = None) -> Setup:
         layout=layout,
         engine=engine,
         drafter=drafter,
-        law=acceptance_law(section) if section else None,
+        law=acceptance_law(section).scaled(section.acceptance_scale) if section else None,
         k=k,
         lengths=law,
         model=tables.model,

@@ -65,17 +65,19 @@ def reward_seconds(samples: float, seconds_per_sample: float, workers: int, *, o
     return waves * seconds_per_sample
 
 
-FIXED_S = {"copy": 1.6, "broadcast": 1.5, "in_flight": 0.13}
-"""Fixed part of a weight update (published: 1.6-2.1 s colocated at 8B, 0.13 s exposed in flight)."""
+FIXED_S = {"copy": 1.0, "broadcast": 1.0, "in_flight": 0.13}
+"""Fixed part of a weight update."""
 
 
 def refit_seconds(
-    method: str, gpu: Gpu, bytes_per_gpu: float, total_bytes: float, links: int, fraction: float, fixed_s: float | None
+    method: str, gpu: Gpu, total_bytes: float, links: int, fraction: float, fixed_s: float | None
 ) -> float:
-    """t_fix + P b / (links bw_eff): over NVLink for a copy, over the network for a broadcast; in flight only t_fix."""
+    """t_fix + P b / (links bw_eff), bw_eff a share of a network link; in flight only t_fix is exposed.
+
+    One link at 40 % of 50 GB/s gives 1.8 s for 8B (published: 1.6-2.1 s, colocated GB200) and 51 s for 1T parameters
+    in FP8 (53 s over NCCL); older colocated software took 4-8 s (8B) and 14-26 s (70B).
+    """
     fixed = FIXED_S[method] if fixed_s is None else fixed_s
     if method == "in_flight":
         return fixed
-    if method == "copy":
-        return fixed + bytes_per_gpu / (fraction * gpu.nvlink_bytes_per_s)
     return fixed + total_bytes / (links * fraction * gpu.network_bytes_per_s)

@@ -94,10 +94,10 @@ class StepModel:
         """Prefill of the policy and, with drafting, of the drafter's cache."""
         chunk = float(self.engine.max_num_batched_tokens)
         seconds = self.policy.prefill_seconds(prompts, tokens, chunk)
-        host = np.ceil(tokens / chunk) * self.engine.host_s if tokens > 0 else 0.0
+        host = np.ceil(tokens / chunk) * float(self.engine.host(self.policy.shape.layers, np.zeros(1))[0])
         if self.draft is not None and tokens > 0:
             seconds += self.draft.prefill_seconds(prompts, tokens, chunk)
-        return float(seconds + host)
+        return float(seconds * self.engine.kernel_scale + host)
 
     def _launch(self) -> float:
         return self.engine.launch(self.policy.shape.layers)
@@ -111,22 +111,22 @@ class StepModel:
         return self.engine.attention.factor(k)
 
     def _attention(self, batch: Floats) -> Floats:
-        return self.policy.shape.layers * self.policy.attention.rows(batch)
+        return self.engine.kernel_scale * self.policy.shape.layers * self.policy.attention.rows(batch)
 
     def _draft_attention(self, batch: Floats, k: int) -> Floats:
         if k == 0 or self.draft is None:
             return np.zeros((len(batch), len(self.policy.attention.kv_lens)))
-        return k * self.draft.shape.layers * self.draft.attention.rows(batch)
+        return self.engine.kernel_scale * k * self.draft.shape.layers * self.draft.attention.rows(batch)
 
     def _flat(self, batch: Floats, k: int) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
         """(verify kernels without attention, everything else, whether out of the graph), by batch."""
         verified = batch * (k + 1)
         padded = self.engine.padded(verified)
-        base = self.policy.body_seconds(padded) + self.policy.head_seconds(verified)
+        base = self.engine.kernel_scale * (self.policy.body_seconds(padded) + self.policy.head_seconds(verified))
         gpu, shape = self.policy.layout.gpu, self.policy.shape
         logits = verified * shape.vocab * 4.0
         sampler = self.engine.sampler_passes * logits / (gpu.attention_fraction * gpu.hbm_bytes_per_s)
-        host = self.engine.host_s + self.engine.host_per_row_s * batch
+        host = self.engine.host(self.policy.shape.layers, batch)
         out = (verified > self.engine.graph_ceiling) | self._ragged(k)
         return base, sampler + host + self._draft_flat(batch, k), out
 
@@ -140,15 +140,17 @@ class StepModel:
         later = (k - 1) * self.draft.body_seconds(batch)
         heads = k * self.draft.head_seconds(batch)
         fusing = self.fusion.curve.at(batch * (k + 1)) if self.fusion is not None else 0.0
-        return np.asarray(fusing + first + later + heads + k * self.engine.draft_host_s)
+        kernels = self.engine.kernel_scale * (fusing + first + later + heads)
+        return np.asarray(kernels + k * self.engine.draft_host_s)
 
     def breakdown(self, k: int, batch: int, context: float) -> list[Part]:
         """One round by operator, with the path that served each."""
         rows = np.array([float(batch)])
         tokens = float(self.engine.padded(rows * (k + 1))[0])
-        parts = [_part(operator, tokens) for operator in self.policy.body]
-        parts.append(_part(self.policy.head, float(batch * (k + 1))))
-        attention = self.policy.shape.layers * self.policy.attention.at(batch, context) * self._growth(k)
+        scale = self.engine.kernel_scale
+        parts = [_part(operator, tokens, scale) for operator in self.policy.body]
+        parts.append(_part(self.policy.head, float(batch * (k + 1)), scale))
+        attention = scale * self.policy.shape.layers * self.policy.attention.at(batch, context) * self._growth(k)
         parts.append(
             Part(name="attention", seconds=attention, served=self.policy.attention.path(float(batch), context))
         )
@@ -156,10 +158,10 @@ class StepModel:
         _, other, out = self._flat(rows, k)
         if out[0] and self._launch() > kernels:
             parts.append(Part(name="launch beyond kernels", seconds=self._launch() - kernels, served=Served.ASSUMED))
-        host = self.engine.host_s + self.engine.host_per_row_s * batch
+        host = float(self.engine.host(self.policy.shape.layers, rows)[0])
         draft = float(self._draft_flat(rows, k)[0])
         if self.draft is not None and k:
-            draft += k * self.draft.shape.layers * self.draft.attention.at(batch, context)
+            draft += scale * k * self.draft.shape.layers * self.draft.attention.at(batch, context)
         sampler = float(other[0]) - host - float(self._draft_flat(rows, k)[0])
         parts.append(Part(name="sampler", seconds=sampler, served=Served.ROOFLINE))
         if k:
@@ -168,9 +170,9 @@ class StepModel:
         return parts
 
 
-def _part(operator: Operator, tokens: float) -> Part:
+def _part(operator: Operator, tokens: float, scale: float) -> Part:
     argument = tokens * operator.per_token
-    seconds = operator.count * float(operator.curve.at(np.array([argument]))[0])
+    seconds = scale * operator.count * float(operator.curve.at(np.array([argument]))[0])
     return Part(name=operator.name, seconds=seconds, served=operator.curve.path(argument))
 
 
