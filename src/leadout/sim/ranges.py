@@ -160,7 +160,7 @@ def headline_ranges(scenario: Scenario, bench: Workbench | None = None, draws: i
     for unit in sampler.random(number):
         drawn = lean
         for item, u in zip(inputs, unit, strict=False):
-            drawn = set_value(drawn, item.field, _between(item, float(u), lean))
+            drawn = set_value(drawn, item.field, between(item, float(u), lean))
         found = _try(lambda drawn=drawn: headline(drawn, bench))  # type: ignore[misc]
         if found is not None:
             samples.append(found)
@@ -185,7 +185,8 @@ def _range(
     return Range(value=value, low=min(float(low), value), high=max(float(high), value), widest=tuple(widest))
 
 
-def _between(item: Input, u: float, scenario: Scenario) -> float:
+def between(item: Input, u: float, scenario: Scenario) -> float:
+    """The value at level u of an input's range: logarithmic where the range is positive."""
     value = float(item.low * (item.high / item.low) ** u) if item.low > 0 else item.low + u * (item.high - item.low)
     if item.field == "workload.lengths.mean":
         return min(value, 0.97 * scenario.workload.lengths.cap)
@@ -195,7 +196,7 @@ def _between(item: Input, u: float, scenario: Scenario) -> float:
 def _ends(scenario: Scenario, item: Input, bench: Workbench) -> tuple[dict[str, float], ...]:
     out = []
     for u in (0.0, 1.0):
-        moved = set_value(scenario, item.field, _between(item, u, scenario))
+        moved = set_value(scenario, item.field, between(item, u, scenario))
         found = _try(lambda moved=moved: headline(moved, bench))  # type: ignore[misc]
         if found is not None:
             out.append(found)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from leadout.sim.engine import EngineTerms
 from leadout.sim.forward import Forward, Layout, Operator, build_forward
 from leadout.sim.gemm import GemmModel
-from leadout.sim.kernel_tables import Floats, Served
+from leadout.sim.kernel_tables import Floats, Served, worst
 from leadout.sim.shapes import DraftShape, ModelShape
 
 Ints = npt.NDArray[np.int64]
@@ -143,6 +143,12 @@ class StepModel:
         kernels = self.engine.kernel_scale * (fusing + first + later + heads)
         return np.asarray(kernels + k * self.engine.draft_host_s)
 
+    def _draft_path(self) -> Served:
+        """The least trustworthy path of the drafter's operators."""
+        if self.draft is None:
+            return Served.ASSUMED
+        return worst(*(operator.curve.served for operator in self.draft.body), self.draft.head.curve.served)
+
     def breakdown(self, k: int, batch: int, context: float) -> list[Part]:
         """One round by operator, with the path that served each."""
         rows = np.array([float(batch)])
@@ -165,7 +171,7 @@ class StepModel:
         sampler = float(other[0]) - host - float(self._draft_flat(rows, k)[0])
         parts.append(Part(name="sampler", seconds=sampler, served=Served.ROOFLINE))
         if k:
-            parts.append(Part(name="draft", seconds=draft, served=Served.INTERPOLATED))
+            parts.append(Part(name="draft", seconds=draft, served=self._draft_path()))
         parts.append(Part(name="host", seconds=host, served=Served.ASSUMED))
         return parts
 
