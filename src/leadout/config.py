@@ -97,7 +97,8 @@ class SpeculativeConfig(Section):
     def _lookup_order(self) -> SpeculativeConfig:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
-                f"prompt_lookup_min must be <= prompt_lookup_max, got {self.prompt_lookup_min} > {self.prompt_lookup_max}"
+                f"prompt_lookup_min must be <= prompt_lookup_max, "
+                f"got {self.prompt_lookup_min} > {self.prompt_lookup_max}"
             )
         return self
 
