@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from leadout.interfaces import Auditor
@@ -96,8 +95,10 @@ class PolicyForward(Protocol):
         """The policy's input embeddings, detached."""
         ...
 
-    def pack(self, groups: Sequence[Group], advantages: Sequence[FloatArray]) -> list[TrainBatch]:
-        """Packs of bounded size, rollouts in the order of the groups."""
+    def pack(
+        self, groups: Sequence[Group], advantages: Sequence[FloatArray], first_rollout: int = 0
+    ) -> list[TrainBatch]:
+        """Packs of bounded size, rollouts in the order of the groups and numbered from `first_rollout`."""
         ...
 
     def run(self, batch: TrainBatch, *, taps: tuple[int, ...] = (), auditor: Auditor | None = None) -> PolicyOutput:

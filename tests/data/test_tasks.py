@@ -17,7 +17,7 @@ def test_arithmetic_asks_for_one_sum_or_difference_and_knows_it() -> None:
         assert found is not None
         left, sign, right = int(found[1]), found[2], int(found[3])
         assert row["answer"] == str(left + right if sign == "+" else left - right)
-        assert max(left, right) <= 99
+        assert max(left, right) <= 9
         signs.add(sign)
     assert signs == {"+", "-"}
 

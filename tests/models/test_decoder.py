@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from leadout.errors import CapacityError, ModelError
 from leadout.models.decoder import DecoderStates, FusedDecoder
@@ -258,8 +259,11 @@ def test_smollm2_logits_equal_transformers_in_float32() -> None:
     fused.load(dict(iter_weights(path)))
     kv = KVSlots(spec, 2, 96, torch.float32)
     slots = kv.allocate(2)
-    tokens_BN = torch.randint(0, spec.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
-    prefix = head(fused, fused.forward(tokens_BN[:, :60], kv, slots))
-    kv.advance(slots, np.array([60, 60]))
-    block = head(fused, fused.forward(tokens_BN[:, 60:], kv, slots))
+    texts = ["The lead-out rider goes in front at full speed so that the sprinter behind can finish. " * 3] * 2
+    tokens_BN = torch.tensor(AutoTokenizer.from_pretrained(path)(texts).input_ids)
+    tokens_BN[1] = tokens_BN[1].flip(0)
+    width = tokens_BN.shape[1] - 4
+    prefix = head(fused, fused.forward(tokens_BN[:, :width], kv, slots))
+    kv.advance(slots, np.array([width, width]))
+    block = head(fused, fused.forward(tokens_BN[:, width:], kv, slots))
     torch.testing.assert_close(torch.cat((prefix, block), 1), full_logits(model, tokens_BN), atol=1e-4, rtol=1e-5)

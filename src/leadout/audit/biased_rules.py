@@ -15,7 +15,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.floating]
+Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -41,7 +41,8 @@ def draw(weight_BV: Floats, uniform_B: Floats) -> Ints:
     """Inverse CDF over ids; rows of `weight_BV` need not sum to 1."""
     cumulative_BV = np.cumsum(weight_BV, -1)
     target_B1 = (uniform_B * cumulative_BV[:, -1])[:, None]
-    return np.minimum((cumulative_BV <= target_B1).sum(-1), weight_BV.shape[-1] - 1)
+    found_B: Ints = np.minimum((cumulative_BV <= target_B1).sum(-1), weight_BV.shape[-1] - 1)
+    return found_B
 
 
 def residual(p_BV: Floats, q_BV: Floats) -> Floats:
@@ -133,8 +134,8 @@ def accept_too_often(p_BV: Floats, q_BV: Floats, rng: np.random.Generator) -> Ou
 def cold_accept(p_BV: Floats, q_BV: Floats, rng: np.random.Generator) -> Outcomes:
     """Acceptance sees p at temperature 0.7, the residual p itself."""
     u_3B = rng.random((3, p_BV.shape[0]))
-    cold_BV = p_BV ** (1 / 0.7)
-    cold_BV = cold_BV / cold_BV.sum(-1, keepdims=True)
+    cold_BV: Floats = p_BV ** (1 / 0.7)
+    cold_BV /= cold_BV.sum(-1, keepdims=True)
     draft_B = draw(q_BV, u_3B[0])
     accepted_B = u_3B[1] * _at(q_BV, draft_B) < _at(cold_BV, draft_B)
     return _outcomes(draft_B, accepted_B, draw(residual(p_BV, q_BV), u_3B[2]))
@@ -144,13 +145,27 @@ def own_confidence(p_BV: Floats, q_BV: Floats, rng: np.random.Generator) -> Outc
     """A sampled draft with q(d) below `CONFIDENCE` is dropped and the token drawn from p."""
     found = exact(p_BV, q_BV, rng)
     dropped_B = _at(q_BV, found.draft_B) < CONFIDENCE
-    plain_B = draw(p_BV, rng.random(p_BV.shape[0]))
+    plain_B = draw(p_BV, rng.random((p_BV.shape[0],)))
     return Outcomes(
         draft_B=found.draft_B,
         accepted_B=found.accepted_B & ~dropped_B,
         token_B=np.where(dropped_B, plain_B, found.token_B),
         verified_B=~dropped_B,
     )
+
+
+def greedy_point(p_BV: Floats, q_BV: Floats, rng: np.random.Generator) -> Outcomes:
+    """Exact: q's argmax, kept iff it is what p draws."""
+    draft_B, token_B = np.argmax(q_BV, -1), draw(p_BV, rng.random((p_BV.shape[0],)))
+    return _outcomes(draft_B, token_B == draft_B, token_B)
+
+
+def second_chance(p_BV: Floats, q_BV: Floats, rng: np.random.Generator) -> Outcomes:
+    """q's argmax, kept with p(d); the correction is drawn from p itself, so d has a second chance."""
+    u_2B = rng.random((2, p_BV.shape[0]))
+    draft_B = np.argmax(q_BV, -1)
+    accepted_B = u_2B[0] < _at(p_BV, draft_B)
+    return _outcomes(draft_B, accepted_B, draw(p_BV, u_2B[1]))
 
 
 def point_mass(p_BV: Floats, q_BV: Floats, rng: np.random.Generator) -> Outcomes:

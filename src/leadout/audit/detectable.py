@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from leadout.audit.findings import ks_detectable
-from leadout.audit.sample import AuditSample, CountSums
+from leadout.audit.sample import AuditSample
+from leadout.audit.sums import CountSums
 from leadout.audit.t3_tilt import DETECTABLE_Z
 from leadout.audit.verdict import Detectable
 
 COUNT_Z = 7.6
-"""z that a betting test needs to fail with 95 % chance at the level of a whole audit: 6 for the test, 1.6 for chance."""
+"""z at which a betting test fails with 95 % chance at the level of a whole audit: 6 for the test, 1.6 for chance."""
 
 
 def _count_shift(sums: CountSums, rho: float) -> float:

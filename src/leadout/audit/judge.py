@@ -104,6 +104,7 @@ def _result(finding: Finding, rejected: bool, level: float, tolerances: Toleranc
         class_name=finding.class_name,
         tokens=finding.tokens,
         information=finding.information,
+        family=finding.family,
         statistic=finding.statistic,
         threshold=threshold,
         p_value=finding.p_value,
@@ -168,11 +169,11 @@ def judge(sample: AuditSample, generator: str, precision: str, demands: Demands)
 
 def _conclude(sample: AuditSample, results: list[TestResult], short: tuple[Shortage, ...]) -> tuple[Outcome, str]:
     """The answer and its one-line reason."""
-    failed = [result for result in results if result.outcome is Outcome.FAIL]
+    failed = sorted((r for r in results if r.outcome is Outcome.FAIL), key=lambda r: -r.load)
     if failed:
         tests = sorted({result.test for result in failed})
         if tests == ["T4"]:
-            return Outcome.FAIL, "lossless but not the declared rule: tokens follow the policy, T4 fails"
+            return Outcome.FAIL, "lossless as far as T1 to T3 see, but not by the declared rule: T4 fails"
         worst = "; ".join(f"{f.test} ({f.name}, {f.class_name})" for f in failed[:3])
         first = f" ({sample.bookkeeping[0]})" if sample.bookkeeping else ""
         return Outcome.FAIL, f"the tokens are not the policy's: {worst}{first}"

@@ -42,6 +42,10 @@ class Columns:
         names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
+    def take(self, index: Ints | slice) -> Self:
+        """Some of the rows, in the order of `index`."""
+        return type(self)(**{f.name: getattr(self, f.name)[index] for f in fields(self)})  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenColumns(Columns):

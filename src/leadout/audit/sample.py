@@ -2,13 +2,13 @@
 
 Rollouts are added one by one and forgotten; a token leaves about forty bytes behind.
 
-Axes: N tokens added together, D traced drafts, L tilts, H bets.
+Axes: N tokens added together, D traced drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,9 @@ import numpy.typing as npt
 from leadout.audit.classes import FIRST, NUM_CLASSES
 from leadout.audit.floor import Floor
 from leadout.audit.measure import DraftColumns, TokenColumns
-from leadout.audit.t3_tilt import TILTS
+from leadout.audit.sums import CountSums, TiltSums, Uniforms, pool
 from leadout.audit.t7_dependence import LagSums, SiblingSums
-from leadout.audit.tails import BET_THETAS, Floats, bet_terms
+from leadout.audit.tails import Floats
 from leadout.audit.tolerances import Tolerances
 from leadout.records import SamplingParams
 
@@ -35,82 +35,6 @@ class Labels:
     """Equal for tokens of the same rollout, which must be neighbours in order."""
     draw_N: Ints
     """Prompt draw; siblings share it."""
-
-
-@dataclass(slots=True)
-class TiltSums:
-    """T3's sums over one class."""
-
-    n: int = 0
-    tilts: Floats = field(default_factory=lambda: np.zeros(len(TILTS)))
-    excess: float = 0.0
-    variance: float = 0.0
-
-    def add(self, other: TiltSums) -> None:
-        """Pool with another class."""
-        self.n += other.n
-        self.tilts = self.tilts + other.tilts
-        self.excess += other.excess
-        self.variance += other.variance
-
-
-@dataclass(slots=True)
-class CountSums:
-    """Hits against their conditional chances over one class."""
-
-    n: int = 0
-    hits: float = 0.0
-    low: float = 0.0
-    """Sum of least chances."""
-    high: float = 0.0
-    """Sum of largest chances."""
-    variance: float = 0.0
-    bets: Floats = field(default_factory=lambda: np.zeros(len(BET_THETAS)))
-
-    def add(self, other: CountSums) -> None:
-        """Pool with another class."""
-        self.n += other.n
-        self.hits += other.hits
-        self.low += other.low
-        self.high += other.high
-        self.variance += other.variance
-        self.bets = self.bets + other.bets
-
-    @classmethod
-    def of(cls, hit_N: npt.NDArray[np.bool_], low_N: Floats, high_N: Floats) -> CountSums:
-        """Sums of N events."""
-        middle_N = 0.5 * (low_N + high_N)
-        return cls(
-            n=hit_N.shape[0],
-            hits=float(np.count_nonzero(hit_N)),
-            low=float(low_N.sum()),
-            high=float(high_N.sum()),
-            variance=float((middle_N * (1.0 - middle_N)).sum()),
-            bets=bet_terms(hit_N, low_N, high_N).sum(0),
-        )
-
-
-class Uniforms:
-    """The U of one test by class, as arrays in the order they came."""
-
-    def __init__(self) -> None:
-        self._parts: dict[int, list[Floats]] = {}
-
-    def add(self, class_N: Ints, uniform_N: Floats) -> None:
-        """Keep those that are not nan."""
-        kept_N = ~np.isnan(uniform_N)
-        class_N, uniform_N = class_N[kept_N], uniform_N[kept_N]
-        for code in np.unique(class_N):
-            self._parts.setdefault(int(code), []).append(uniform_N[class_N == code])
-
-    def by_class(self) -> list[tuple[int, Floats]]:
-        """Class code and its uniforms, by code."""
-        return [(code, np.concatenate(self._parts[code])) for code in sorted(self._parts)]
-
-    def pooled(self) -> Floats:
-        """All of them."""
-        parts = [part for code in sorted(self._parts) for part in self._parts[code]]
-        return np.concatenate(parts) if parts else np.zeros(0)
 
 
 class AuditSample:
@@ -268,7 +192,7 @@ class AuditSample:
 
     def pooled_accepts(self) -> CountSums:
         """T4's acceptances of all classes."""
-        return _pool(self._accepts)
+        return pool(self._accepts)
 
     def point_hits_by_class(self) -> list[tuple[int, CountSums]]:
         """T2's counts of point-mass drafts."""
@@ -276,7 +200,7 @@ class AuditSample:
 
     def pooled_point_hits(self) -> CountSums:
         """T2's counts of all classes."""
-        return _pool(self._point_hits)
+        return pool(self._point_hits)
 
     def accepted_uniforms(self) -> Floats:
         """T4's U of accepted tokens."""
@@ -301,10 +225,3 @@ class AuditSample:
     def law_errors(self) -> Floats:
         """T6's errors of the sampled law's log-probabilities."""
         return np.concatenate(self._law_errors) if self._law_errors else np.zeros(0)
-
-
-def _pool(sums: dict[int, CountSums]) -> CountSums:
-    total = CountSums()
-    for one in sums.values():
-        total.add(one)
-    return total

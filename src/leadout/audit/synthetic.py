@@ -1,39 +1,23 @@
 """A small policy with a known law, to measure the audit: how often it fails by chance, how soon it finds a bias.
 
 Logits depend on the previous token; the generator's differ from the learner's by fresh rounding noise at every
-position. Rollouts of many audits are made together, one token of all rows at a time, and go through the same
-`measure` and `judge` code as real ones.
+position. Rollouts of many audits are made together, one token of all rows at a time; `leadout.audit.synthetic_audits`
+puts them through the same `measure` and `judge` code as real ones.
 
-Axes: B rollouts, N tokens of all rollouts in order, D verified drafts, V vocabulary, S contexts.
+Axes: B rollouts, N tokens of all rollouts in order, V vocabulary, S contexts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from leadout.audit.biased_rules import Floats, Ints, Rule, draw, exact
 from leadout.audit.classes import AFTER_FULL_ACCEPTANCE, AFTER_REJECTION, BONUS, FIRST, PLAIN
-from leadout.audit.law import Law, log_full, make_law
-from leadout.audit.measure import (
-    NUM_DRAFT_UNIFORMS,
-    Columns,
-    DraftColumns,
-    TokenColumns,
-    measure_draft_floor,
-    measure_drafts,
-    measure_floor,
-    measure_tokens,
-)
-from leadout.audit.sample import AuditSample, Labels
-from leadout.audit.tolerances import Precision, tolerances_for
+from leadout.audit.measure import Columns
 from leadout.records import SamplingParams
 
-AnyColumns = TypeVar("AnyColumns", bound=Columns)
 EOS = 0
 DRAFT_LENGTHS = (0, 1, 2, 3, 3)
 """A round's k is drawn from these before anything of the round is."""
@@ -64,6 +48,8 @@ class Setup:
     """The bonus is drawn from the law of the position before."""
     shared_noise: bool = False
     """Siblings use the same numbers."""
+    point_drafts: bool = False
+    """The rule proposes point masses, and the trace says so."""
     traced: bool = True
 
 
@@ -115,12 +101,14 @@ def filtered(log_p_BV: Floats, params: SamplingParams) -> Floats:
     sorted_BV = np.where(kept_BV, sorted_BV, 0.0)
     out_BV = np.zeros_like(p_BV)
     np.put_along_axis(out_BV, order_BV, sorted_BV, -1)
-    return out_BV / out_BV.sum(-1, keepdims=True)
+    filtered_BV: Floats = out_BV / out_BV.sum(-1, keepdims=True)
+    return filtered_BV
 
 
 def _log_softmax(logits_BV: Floats) -> Floats:
     shifted_BV = logits_BV - logits_BV.max(-1, keepdims=True)
-    return shifted_BV - np.log(np.exp(shifted_BV).sum(-1, keepdims=True))
+    log_p_BV: Floats = shifted_BV - np.log(np.exp(shifted_BV).sum(-1, keepdims=True))
+    return log_p_BV
 
 
 def simulate(setup: Setup, num_audits: int, seed: int) -> Made:
@@ -148,12 +136,7 @@ def simulate(setup: Setup, num_audits: int, seed: int) -> Made:
             break
     joined = Made.join(parts)
     order_N = np.argsort(joined.rollout_N, kind="stable")
-    return take(joined, order_N)
-
-
-def take(columns: AnyColumns, index: Ints | slice) -> AnyColumns:
-    """Some of the rows of every column."""
-    return type(columns)(**{f.name: getattr(columns, f.name)[index] for f in fields(columns)})  # type: ignore[arg-type]
+    return joined.take(order_N)
 
 
 def _step(setup: Setup, table_SV: Floats, draft_SV: Floats, state: _State, step: int, rng: np.random.Generator) -> Made:
@@ -221,70 +204,3 @@ def _advance(state: _State, rows_B: Ints, token_B: Ints, drafted_B: np.ndarray, 
     state.position_B[rows_B] = np.where(goes_on_B, state.position_B[rows_B] + 1, 0)
     state.rejected_B[rows_B] = drafted_B & ~accepted_B
     state.alive_B[rows_B] = token_B != EOS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Measured:
-    tokens: TokenColumns
-    drafts: DraftColumns
-    draft_index_D: Ints
-    law: Law
-    rounded_NV: torch.Tensor
-
-
-def _measure(setup: Setup, made: Made, precision: Precision, rng: np.random.Generator) -> _Measured:
-    scores_NV = log_full(torch.from_numpy(made.exact_NV), setup.params)
-    law = make_law(scores_NV, setup.params, tolerances_for(precision))
-    tokens = measure_tokens(law, torch.from_numpy(made.token_N), torch.from_numpy(rng.random(made.token_N.shape[0])))
-    index_D = made.verified_N.nonzero()[0]
-    drafts = measure_drafts(
-        law.rows(torch.from_numpy(index_D)),
-        torch.from_numpy(made.token_N[index_D]),
-        torch.from_numpy(made.draft_N[index_D]),
-        torch.from_numpy(made.accepted_N[index_D]),
-        torch.from_numpy(made.q_NV[index_D]),
-        torch.from_numpy(rng.random((NUM_DRAFT_UNIFORMS, index_D.shape[0]))),
-    )
-    rounded_NV = log_full(torch.from_numpy(made.rounded_NV), setup.params)
-    return _Measured(tokens=tokens, drafts=drafts, draft_index_D=index_D, law=law, rounded_NV=rounded_NV)
-
-
-def samples(setup: Setup, num_audits: int, seed: int, precision: Precision = "bfloat16") -> Iterator[AuditSample]:
-    """Independent audits of one generator, each ready to be judged."""
-    made = simulate(setup, num_audits, seed)
-    found = _measure(setup, made, precision, np.random.default_rng(seed + 1))
-    has_floor = setup.rounding > 0.0
-    starts = np.searchsorted(made.rollout_N, np.arange(num_audits + 1) * setup.num_rollouts)
-    draft_starts = np.searchsorted(found.draft_index_D, starts)
-    rounded_x_N = found.rounded_NV.gather(-1, torch.from_numpy(made.token_N)[:, None])[:, 0].numpy()
-    exact_x_N = found.law.log_full_NV.gather(-1, torch.from_numpy(made.token_N)[:, None])[:, 0].numpy()
-    for audit in range(num_audits):
-        rows = slice(int(starts[audit]), int(starts[audit + 1]))
-        drafts = slice(int(draft_starts[audit]), int(draft_starts[audit + 1]))
-        sample = AuditSample(setup.params, tolerances_for(precision), has_floor)
-        rollout_N = made.rollout_N[rows]
-        labels = Labels(class_N=made.class_N[rows], rollout_N=rollout_N, draw_N=rollout_N // setup.num_siblings)
-        sample.rollouts = setup.num_rollouts
-        sample.add_tokens(take(found.tokens, rows), labels)
-        error_N = made.logprob_N[rows] - exact_x_N[rows]
-        sample.add_logprobs(error_N, error_N)
-        index_D = found.draft_index_D[drafts]
-        if setup.traced and index_D.size:
-            sample.add_drafts(take(found.drafts, drafts), made.class_N[index_D])
-        if has_floor:
-            _add_floor(sample, found, made, rows, index_D)
-            sample.floor.square.add((rounded_x_N[rows] - exact_x_N[rows]) ** 2)
-        yield sample
-
-
-def _add_floor(sample: AuditSample, found: _Measured, made: Made, rows: slice, index_D: Ints) -> None:
-    measure_floor(sample.floor, found.law.rows(torch.arange(rows.start, rows.stop)), found.rounded_NV[rows])
-    if index_D.size:
-        measure_draft_floor(
-            sample.floor,
-            found.law.rows(torch.from_numpy(index_D)),
-            found.rounded_NV[index_D],
-            torch.from_numpy(made.draft_N[index_D]),
-            torch.from_numpy(made.accepted_N[index_D]),
-            torch.from_numpy(made.q_NV[index_D]),
-        )

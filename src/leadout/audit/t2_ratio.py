@@ -20,7 +20,8 @@ from leadout.audit.findings import Finding, ks_finding, share_effect
 from leadout.audit.tails import bet_log_e, p_from_log_e
 
 if TYPE_CHECKING:
-    from leadout.audit.sample import AuditSample, CountSums
+    from leadout.audit.sample import AuditSample
+    from leadout.audit.sums import CountSums
 
 
 def log_ratio(log_p_NV: torch.Tensor, q_NV: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,8 @@ from leadout.audit.findings import Effect, Finding
 from leadout.audit.tails import Z_999, Floats, log_mean_exp, p_from_log_e
 
 if TYPE_CHECKING:
-    from leadout.audit.sample import AuditSample, TiltSums
+    from leadout.audit.sample import AuditSample
+    from leadout.audit.sums import TiltSums
 
 _STEP = 0.01
 TILTS: tuple[float, ...] = tuple(sign * _STEP * 2**power for sign in (1, -1) for power in range(4))

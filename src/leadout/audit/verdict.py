@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from leadout.audit.findings import Effect
+from leadout.audit.findings import Effect, Family
 
 
 class Outcome(StrEnum):
@@ -39,6 +40,8 @@ class TestResult:
     """Tokens (or drafts, corrections, pairs) used."""
     information: float
     """Sample size in the test's own unit."""
+    family: Family
+    """"ks", "tail" (a p-value), "tilt" (the pooled temperature e-value) or "bound" (a fixed limit)."""
     statistic: float
     """KS distance, z score, log e-value, count or error."""
     threshold: float
@@ -53,6 +56,15 @@ class TestResult:
     """What rounding alone does, measured from the learner."""
     outcome: Outcome
     """Judged together with all other tests."""
+
+    @property
+    def load(self) -> float:
+        """How much of its allowance the test used; 1 is the limit."""
+        if self.family in ("tail", "tilt"):
+            return max(0.0, -math.log(max(self.p_value, 1e-300))) / self.threshold
+        if self.threshold > 0.0:
+            return self.statistic / self.threshold
+        return 0.0 if self.statistic == 0.0 else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import typer
 
@@ -20,13 +19,15 @@ UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
 """Base of the errors in arguments; typer exports only this subclass of it."""
 
 
-def run_guarded(command: Callable[[], Any], debug: bool) -> int:
+def run_guarded(command: Callable[[], None], debug: bool) -> int:
     """Run a command; returns the exit code. With `debug`, errors pass through as tracebacks."""
     try:
-        result = command()
+        command()
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort) as stop:
-        return _say(_interruption(stop), 130)
+        return _say(str(stop) or "interrupted", 130)
+    except typer.Exit as end:
+        return end.exit_code
     except BrokenPipeError:
         return _quiet_end()
     except UsageProblem as error:
@@ -35,22 +36,14 @@ def run_guarded(command: Callable[[], Any], debug: bool) -> int:
         if debug:
             raise
         return _say(_failure(error), error.exit_code if isinstance(error, LeadoutError) else 2)
-    return result if isinstance(result, int) else 0
+    return 0
 
 
 def _failure(error: Exception) -> str:
-    if isinstance(error, OSError) and not isinstance(error, LeadoutError):
-        if error.errno == errno.ENOSPC:
-            where = f" while writing {error.filename}" if error.filename else ""
-            return f"error: disk full{where}; free some space and run the same command again"
-        return f"error: {error}"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        where = f" while writing {error.filename}" if error.filename else ""
+        return f"error: disk full{where}; free some space and run the same command again"
     return f"error: {error}"
-
-
-def _interruption(stop: BaseException) -> str:
-    """What the interrupted run itself has to say, if anything (typer hides it behind its own exception)."""
-    said = str(stop) or str(stop.__cause__ or "")
-    return said or "interrupted"
 
 
 def _usage(error: Exception) -> str:

@@ -6,12 +6,14 @@ from typing import Annotated
 
 import typer
 
-models = typer.Typer(name="models", help="Models known by a short name.", no_args_is_help=False)
+models = typer.Typer(name="models", help="Models known by a short name: models fetch smollm2-135m.")
 
 
-@models.callback()
-def group() -> None:
+@models.callback(invoke_without_command=True)
+def group(context: typer.Context) -> None:
     """Models known by a short name."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @models.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -19,11 +20,14 @@ def train(
         list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Settings that win over the recipe's.")
     ] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the recipe, print it in full, do nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", metavar="", help="Check the recipe, print it in full, do nothing.")
+    ] = False,
 ) -> None:
     """Train a policy and its drafter as a recipe says.
 
     Writes runs/NAME with the full recipe, metrics.jsonl (a row per step), rollouts.jsonl, checkpoints and a report.
+    A recipe without a name gives its own and the time.
 
     Example: leadout train recipes/demo.yaml rollout.num_prompts=8
     """
@@ -31,10 +35,13 @@ def train(
     if recipe is not None and resume is not None and "=" in recipe.name and not recipe.is_file():
         settings.insert(0, str(recipe))
         recipe = None
-    config = load_recipe(_recipe_path(recipe, resume), settings)
+    path = _recipe_path(recipe, resume)
+    config = load_recipe(path, settings)
     if dry_run:
         typer.echo(dump(config), nl=False)
         return
+    if config.name is None:
+        config = config.model_copy(update={"name": f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"})
     from leadout import build
 
     folder = build.train(config, resume=resume)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from leadout.errors import ConfigError, DataError
+from leadout.errors import ConfigError
 from leadout.interfaces import Task
 from leadout.text import last_number
 
@@ -24,12 +24,16 @@ _UNPARSABLE = (ValueError, TypeError, LookupError, ArithmeticError, SyntaxError,
 
 
 class Arithmetic:
-    """Sums and differences of whole numbers: ``What is 12 + 30? Answer with the number only.``"""
+    """Sums and differences of whole numbers: ``What is 7 - 9? Answer with the number only.``"""
 
     name = "arithmetic"
 
-    def __init__(self, *, min_digits: int = 1, max_digits: int = 2, num_terms: int = 2) -> None:
-        """Operands have `min_digits` to `max_digits` digits (all operands of one question the same number)."""
+    def __init__(self, *, min_digits: int = 1, max_digits: int = 1, num_terms: int = 2) -> None:
+        """Operands have `min_digits` to `max_digits` digits (all operands of one question the same number).
+
+        One digit is about what a model of 135 million parameters can learn in minutes: SmolLM2-135M-Instruct answers a
+        sixth of these questions at temperature 1, and hardly any with two digits.
+        """
         if num_terms < 2:
             raise ConfigError(f"task arithmetic: num_terms must be >= 2, got {num_terms}")
         self._args = {
@@ -119,5 +123,3 @@ def _create(dataset: str, task: str, args: Mapping[str, Any], *, size: int, seed
         return create_dataset(dataset, size=size, seed=spread, **args)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"task {task}: cannot use task_args {dict(args)}: {error}") from error
-    except OSError as error:
-        raise DataError(f"task {task}: {error}") from error

@@ -27,20 +27,23 @@ def pack_groups(
     advantages: Sequence[FloatArray],
     *,
     max_completions: int,
+    first_rollout: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> list[TrainBatch]:
     """Pack the rollouts of a step.
 
     Args:
-        groups: In order; rollout i of the step is the i-th of all siblings.
+        groups: In order.
         advantages: Per group, one number a rollout.
         max_completions: Bound on the completions of a pack.
+        first_rollout: Number of the first rollout within the step; the others follow.
         dtype: Of advantages and log-probabilities: float32, or float64 for a float64 policy.
         device: Where the tensors go.
+
     """
     packs: list[TrainBatch] = []
-    pack, rollout = _Pack(), 0
+    pack, rollout = _Pack(), first_rollout
     for number, (group, advantages_G) in enumerate(zip(groups, advantages, strict=True)):
         start = 0
         while start < len(group.rollouts):

@@ -78,11 +78,17 @@ class PackedForward:
         weight_VH: Tensor = self.decoder.get_input_embeddings().weight.detach()
         return weight_VH
 
-    def pack(self, groups: Sequence[Group], advantages: Sequence[FloatArray]) -> list[TrainBatch]:
+    def pack(
+        self, groups: Sequence[Group], advantages: Sequence[FloatArray], first_rollout: int = 0
+    ) -> list[TrainBatch]:
         """Packs of at most `max_completions`, rollouts in the order of the groups."""
-        settings, device = self.settings, self.head.weight.device
         return pack_groups(
-            groups, advantages, max_completions=settings.max_completions, dtype=self.dtype, device=device
+            groups,
+            advantages,
+            max_completions=self.settings.max_completions,
+            first_rollout=first_rollout,
+            dtype=self.dtype,
+            device=self.head.weight.device,
         )
 
     def run(self, batch: TrainBatch, *, taps: tuple[int, ...] = (), auditor: Auditor | None = None) -> PolicyOutput:

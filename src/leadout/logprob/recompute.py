@@ -51,6 +51,7 @@ def token_logprobs(
         chunk_size: Positions whose logits exist at once.
         bias_V: The output matrix's bias, if it has one.
         watch: Sees the logits of every chunk in the forward pass.
+
     """
     assert temperature > 0.0, "the law of a greedy rollout has no density to train on"
     dtype = torch.promote_types(hidden_RH.dtype, torch.float32)

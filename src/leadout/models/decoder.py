@@ -22,10 +22,11 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from leadout.errors import CapacityError, ModelError
+from leadout.errors import CapacityError
 from leadout.models.kv import KVSlots
 from leadout.models.linear import LogitsHead, PackedLinear
 from leadout.models.spec import DecoderSpec
+from leadout.models.weights import check_tensors, expected_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,18 +84,14 @@ class FusedDecoder:
         self._layers: list[_Layer] = []
         self._positions_P = torch.arange(max_len + 1, device=self.device)
 
+    @property
+    def embedding_VH(self) -> torch.Tensor:
+        """The resident input embeddings; drafters without their own read them."""
+        return self._embedding
+
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by Hugging Face name; the head of a tied model is not listed."""
-        spec = self.spec
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
-            "model.norm.weight": (spec.hidden_size,),
-        }
-        if not spec.tied:
-            shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
-        for index in range(spec.num_layers):
-            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(spec).items()}
-        return shapes
+        return expected_shapes(self.spec)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -104,28 +101,12 @@ class FusedDecoder:
             ModelError: missing, unknown or misshapen tensors, named.
 
         """
-        self._check(tensors)
+        check_tensors(self.spec, tensors)
         embedding = self._place(tensors["model.embed_tokens.weight"])
         norm = self._place(tensors["model.norm.weight"])
         head = LogitsHead(embedding if self.spec.tied else tensors["lm_head.weight"].to(self.device), self.dtype)
         layers = [self._load_layer(tensors, f"model.layers.{index}.") for index in range(self.spec.num_layers)]
         self._embedding, self._norm, self._head, self._layers = embedding, norm, head, layers
-
-    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        expected = self.expected_shapes()
-        missing = sorted(expected.keys() - tensors.keys())
-        extra = sorted(tensors.keys() - expected.keys())
-        if self.spec.tied and "lm_head.weight" in extra:
-            extra.remove("lm_head.weight")
-            if not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
-                raise ModelError(
-                    "the config says tied embeddings, but lm_head.weight differs from the embedding; fix either"
-                )
-        if missing or extra:
-            raise ModelError(f"weights do not fit the config: missing {_names(missing)}; unknown {_names(extra)}")
-        for name, shape in expected.items():
-            if tuple(tensors[name].shape) != shape:
-                raise ModelError(f"expected {name} of shape {shape}, got {tuple(tensors[name].shape)}")
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         """An own copy: the learner goes on changing its tensors in place."""
@@ -174,6 +155,7 @@ class FusedDecoder:
             CapacityError: tokens that are not padding would fall past the end of a slot.
 
         """
+        assert all(0 <= tap <= self.spec.num_layers for tap in taps), "taps name layers 0..num_layers"
         block = self._block(tokens_BN, kv, slots, counts_B)
         hidden_XH = F.embedding(tokens_BN.reshape(-1), self._embedding)
         tapped: dict[int, torch.Tensor] = {}
@@ -292,34 +274,3 @@ class FusedDecoder:
             wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.spec.rms_norm_eps)
             return weight * wide.to(x.dtype)
         return F.rms_norm(x, (x.shape[-1],), weight, self.spec.rms_norm_eps)
-
-
-def _layer_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes of one layer's tensors, by name within the layer."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    linears = {
-        "self_attn.q_proj": (queries, hidden, spec.qkv_bias),
-        "self_attn.k_proj": (keys, hidden, spec.qkv_bias),
-        "self_attn.v_proj": (keys, hidden, spec.qkv_bias),
-        "self_attn.o_proj": (hidden, queries, spec.output_bias),
-        "mlp.gate_proj": (inner, hidden, spec.mlp_bias),
-        "mlp.up_proj": (inner, hidden, spec.mlp_bias),
-        "mlp.down_proj": (hidden, inner, spec.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    if spec.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (spec.head_dim,), "self_attn.k_norm.weight": (spec.head_dim,)}
-    for name, (rows, columns, has_bias) in linears.items():
-        shapes[f"{name}.weight"] = (rows, columns)
-        if has_bias:
-            shapes[f"{name}.bias"] = (rows,)
-    return shapes
-
-
-def _names(names: Sequence[str], limit: int = 5) -> str:
-    shown = ", ".join(names[:limit]) or "none"
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from leadout.errors import ModelError
-from leadout.models.eagle3 import Eagle3Head, Eagle3Spec
+from leadout.models.eagle3 import Eagle3Head
+from leadout.models.eagle3_spec import Eagle3Spec
 from leadout.models.rope import RopeSpec
 
 REFUSED = {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0, "norm_output": False, "hidden_act": "silu"}
@@ -51,6 +52,7 @@ def read_eagle3(
     Raises:
         ModelError: files missing, truncated or of another architecture; tensors missing, extra or misshapen; no
             `d2t` for a reduced vocabulary; no layer ids; another policy than the head was made for.
+
     """
     spec = read_spec(folder)
     embedding = None if policy is None else policy["model.embed_tokens.weight"]

@@ -38,8 +38,22 @@ class KVSlots:
         self._row_of: npt.NDArray[np.int64] = np.full(num_slots, _FREE, np.int64)
         self._slot_at: list[int] = []
         # Zeros, not empty: masked positions are multiplied by weight 0, and 0 times NaN is NaN.
-        shape = (num_slots, 2 * spec.num_kv_heads, max_len + 1, spec.head_dim)
-        self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self._shape = (num_slots, 2 * spec.num_kv_heads, max_len + 1, spec.head_dim)
+        self._num_layers = spec.num_layers
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._layers: list[torch.Tensor] = []
+        self.set_allocated(True)
+
+    def set_allocated(self, allocated: bool) -> None:
+        """Drop the memory (no slot may be live) or take it again, zeroed."""
+        assert not self._slot_at, "release all slots first"
+        if not allocated:
+            self._layers = []
+        elif not self._layers:
+            self._layers = [
+                torch.zeros(self._shape, dtype=self._dtype, device=self._device) for _ in range(self._num_layers)
+            ]
 
     @staticmethod
     def bytes_per_slot(spec: DecoderSpec, max_len: int, dtype: torch.dtype) -> int:

@@ -90,6 +90,23 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise ModelError(f"expected config.json in {path}, found none; is this a model folder?")
+    return _read_json(file)
+
+
+def end_token_ids(path: Path) -> tuple[int, ...]:
+    """Tokens that end a text: those of generation_config.json where it names any, else those of config.json.
+
+    Chat models often end a turn with another token than a document, and say so in generation_config.json only.
+    """
+    generation = path / "generation_config.json"
+    named = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    value = read_config(path).get("eos_token_id") if named is None else named
+    if value is None:
+        return ()
+    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -113,7 +130,9 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             with safe_open(file, framework="pt") as reader:
                 for name in reader.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, reader.get_tensor(name)
+                    # Old Llama checkpoints store the rotary frequencies, which follow from the config.
+                    if not name.endswith(".rotary_emb.inv_freq"):
+                        yield name, reader.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read {file}: {_first_line(error)}; the file is missing or damaged") from error
 

@@ -56,6 +56,7 @@ def receive(
     Raises:
         RefitError: naming what is missing, extra, misshapen, of another type or corrupt, or which version or drafter
             was expected.
+
     """
     expected = dict(policy_shapes)
     if draft_shapes is not None:

@@ -51,6 +51,7 @@ def weight_update(
         draft_version: Number of train stages in which the drafter learnt.
         draft_spec: What is fixed for the drafter's life; needed with `draft`.
         dtype: What floating-point tensors are cast to, the generator's own; integers and booleans stay.
+
     """
     assert (draft is None) == (draft_spec is None), "drafter weights and their spec come together"
     tensors = dict(_cast(_once(policy), dtype))

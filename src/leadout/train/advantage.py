@@ -31,6 +31,7 @@ def advantages(groups: Sequence[Group], scale: Scale) -> list[npt.NDArray[np.flo
 
     Returns:
         Per group f64[G], in sibling order.
+
     """
     rewards = [np.array([score.reward for score in group.scores], np.float64) for group in groups]
     pooled = np.concatenate(rewards) if rewards else np.zeros(0)

@@ -5,12 +5,14 @@ sees the true entries up to n; entry s carries the head's own output of entry s-
 chain's own entries before it. Training runs all chains of a rollout side by side (training-time test, EAGLE-3,
 arXiv 2503.01840, section 3.2): at step s the query at token j belongs to the chain that started at n = j - s + 1.
 
-Axes: E entries of a pack, B rollouts, S key columns (prompt and completion), L query columns (completion tokens but the
-last), G key-value heads, Q query heads, D head dimension, H head width, F taps, T tokens and R response tokens of a pack.
+Axes: E entries of a pack, B rollouts, S key columns (prompt and completion), L query columns (completion tokens but
+the last), N all keys of a step, G key-value heads, Q query heads, D head dimension, H head width, F taps, T tokens and
+R response tokens of a pack.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,7 +96,7 @@ def build_chains(batch: TrainBatch, rows: Sequence[int]) -> Chains | None:
 def _starts(segment_T: np.ndarray) -> tuple[list[int], list[tuple[int, int]]]:
     """Segments of a pack in order, and where each begins and ends."""
     bounds = [0, *(np.flatnonzero(np.diff(segment_T)) + 1).tolist(), len(segment_T)]
-    return [int(segment_T[a]) for a in bounds[:-1]], list(zip(bounds[:-1], bounds[1:]))
+    return [int(segment_T[a]) for a in bounds[:-1]], list(itertools.pairwise(bounds))
 
 
 def unroll(
@@ -105,6 +107,7 @@ def unroll(
     Returns:
         Per step the layer's output [B, L, H] at every query column (see `Chains.valid_BL` for which count); `logits`
         of column j at step s is what a draft of the chain started at j - s + 1 would propose for token j + 1.
+
     """
     embedded_EH = head.embed(token_ids_T[chains.token_E], embedding_VH)
     entry = head.entry(head.fuse(taps_TF[chains.previous_E]), embedded_EH)

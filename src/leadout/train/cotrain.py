@@ -10,7 +10,6 @@ Axes: R response tokens of a pack, V draft vocabulary, B rollouts, L query colum
 from __future__ import annotations
 
 import copy
-import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +73,7 @@ class DraftTrainer:
                 head.spec.draft_vocab_size, device=self._draft_id_P.device
             )
         self._served = head
+        self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._chosen: set[int] = set()
         self._sums = _StepSums()
 
@@ -82,15 +82,28 @@ class DraftTrainer:
         """Policy layers whose inputs it needs."""
         return self.head.spec.layer_ids
 
-    def begin_step(self, num_rollouts: int) -> None:
-        """Start a train stage: choose the rollouts to learn from and remember the head that is serving now."""
+    def begin_step(self, num_rollouts: int, *, can_roll_back: bool = False) -> None:
+        """Start a train stage: choose the rollouts to learn from and remember the head that is serving now.
+
+        `can_roll_back`: keep what `roll_back` needs, for a step that may still be dropped.
+        """
         settings = self.settings
+        self._before = (
+            (copy.deepcopy(self.head.state_dict()), copy.deepcopy(self.state_dict())) if can_roll_back else None
+        )
         learns = self._steps % settings.every == 0
         self._steps += 1
         count = int(np.ceil(settings.token_fraction * num_rollouts)) if learns else 0
         self._chosen = set(self._rng.permutation(num_rollouts)[:count].tolist())
         self._served = copy.deepcopy(self.head).requires_grad_(False)
         self._sums = _StepSums()
+
+    def roll_back(self) -> None:
+        """Undo everything since `begin_step`."""
+        assert self._before is not None, "begin_step was not told that the step may be dropped"
+        head, state = self._before
+        self.head.load_state_dict(head)
+        self.load_state_dict(state)
 
     def observe(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward) -> None:
         """Measure the serving head on a pack, then learn from the chosen rollouts in it."""
@@ -124,17 +137,9 @@ class DraftTrainer:
         if self.settings.replay_rollouts:
             self._replay.extend(rollout for group in groups for rollout in group.rollouts)
 
-    def checksum(self) -> str:
-        """crc32 over the head's tensors, 8 hex digits."""
-        total = 0
-        for tensor in self.head.state_dict().values():
-            total = zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, total)
-        return f"{total:08x}"
-
     def state_dict(self) -> dict[str, Any]:
-        """Everything that going on exactly from here needs, except the kept rollouts (see `replay`)."""
+        """Optimizer, counters and random state; the head and the kept rollouts are saved by themselves."""
         return {
-            "head": self.head.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "version": self.version,
             "updates": self.updates,
@@ -144,7 +149,6 @@ class DraftTrainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore it."""
-        self.head.load_state_dict(state["head"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.version, self.updates, self._steps = state["version"], state["updates"], state["steps"]
         self._rng.bit_generator.state = state["rng"]

@@ -43,6 +43,7 @@ def unrolled_loss(losses: Sequence[Tensor], decay: float) -> Tensor:
     Args:
         losses: Per step, the loss of each valid position; a step may have none.
         decay: Weight of a step relative to the one before.
+
     """
     weighted = [(decay**i, loss_N.mean()) for i, loss_N in enumerate(losses) if loss_N.numel()]
     total = sum(weight for weight, _ in weighted)
@@ -68,6 +69,7 @@ def expected_rounds(accept_BLK: npt.NDArray[np.float64], lengths_B: npt.NDArray[
 
     Returns:
         f64[B], 0 for rollouts of fewer than two tokens.
+
     """
     num_rows, num_tokens, num_drafts = accept_BLK.shape
     starts_BL = np.zeros((num_rows, num_tokens + num_drafts + 2))

@@ -69,6 +69,7 @@ def rollout_weights(
 
     Returns:
         f64[N], 0 for rollouts without such tokens.
+
     """
     counted_N = active_N > 0
     rollouts, tokens = max(int(counted_N.sum()), 1), max(int(active_N.sum()), 1)
@@ -117,6 +118,7 @@ def policy_loss(
         settings: See `LossSettings`.
         reference_logprobs_R: The frozen reference's; needed when beta > 0.
         importance_R: `importance_weights`, or None.
+
     """
     active_R = weights_R > 0
     log_ratio_R = torch.where(active_R, logprobs_R - old_logprobs_R, 0.0)
