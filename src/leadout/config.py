@@ -1,6 +1,6 @@
 """Every knob of a run, with its default, in one place.
 
-A recipe is a small YAML file; `leadout.cli` merges it with ``a.b=c`` overrides and validates it here. Unknown keys
+A recipe is a small YAML file; `leadout.recipe` merges it with ``a.b=c`` overrides and validates it here. Unknown keys
 are refused. Only `leadout.build` reads these objects: everything below it takes plain arguments.
 """
 
@@ -32,7 +32,7 @@ class Dataset(Section):
     path: Path | None = None
     """A .jsonl, .json or .parquet file."""
     hub: str | None = None
-    """A data set id for the `datasets` library."""
+    """A data set id for the `datasets` library; ``ID:CONFIGURATION`` where it has several (``openai/gsm8k:main``)."""
     split: str = "train"
     """Split of a hub data set."""
     prompt_key: str = "prompt"
@@ -97,7 +97,8 @@ class SpeculativeConfig(Section):
     def _lookup_order(self) -> SpeculativeConfig:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
-                f"prompt_lookup_min must be <= prompt_lookup_max, got {self.prompt_lookup_min} > {self.prompt_lookup_max}"
+                f"prompt_lookup_min must be <= prompt_lookup_max, "
+                f"got {self.prompt_lookup_min} > {self.prompt_lookup_max}"
             )
         return self
 

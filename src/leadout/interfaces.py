@@ -158,6 +158,8 @@ class DraftProbs:
 
     values_BKV: torch.Tensor
     """The very numbers the drafts were sampled from, rows sum to 1."""
+    columns_BK: torch.Tensor
+    """Column of each drafted token, i64."""
     token_ids_V: torch.Tensor | None
     """Policy id of each column, i64[V]; None when the draft vocabulary is the policy's."""
 

@@ -1,0 +1,1 @@
+"""Stage data: rows -> `Prompt`: sources, templates, order."""

@@ -1,0 +1,1 @@
+"""Stage reward: `Rollout` -> `Score`."""

@@ -1,0 +1,51 @@
+# make demo    train a small model on this machine, drafter learning along (first time: sets everything up)
+# make test    format, lint, types, tests with branch coverage
+# make lint    the first three of them
+# make format  put the sources in order
+# make clean   remove the environment and everything made by tools; runs/ stays
+#
+# PYTHON=python3.12 picks another interpreter, PIP_ARGS=... goes to pip, LEADOUT_DATA=FOLDER lets tests use real data.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := src tests benchmarks
+
+ifdef LEADOUT_DATA
+export LEADOUT_DATA
+endif
+
+.PHONY: demo test lint format install clean
+.DELETE_ON_ERROR:
+
+demo: install
+	$(BIN)/leadout models fetch smollm2-135m
+	$(BIN)/leadout train recipes/demo.yaml
+
+test: lint
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
+
+lint: install
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("expected Python 3.11 or newer, got " + sys.version.split()[0] + "; run make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,74 @@
+"""The smallest bias of each kind that a sample could have found, and what it could not have shown at all."""
+
+from __future__ import annotations
+
+from leadout.audit.findings import ks_detectable
+from leadout.audit.sample import AuditSample
+from leadout.audit.sums import CountSums
+from leadout.audit.t3_tilt import DETECTABLE_Z
+from leadout.audit.verdict import Detectable
+
+COUNT_Z = 7.6
+"""z at which a betting test fails with 95 % chance at the level of a whole audit: 6 for the test, 1.6 for chance."""
+
+
+def _count_shift(sums: CountSums, rho: float) -> float:
+    """Smallest mean shift of a chance."""
+    return float(COUNT_Z * sums.variance**0.5 / sums.n + rho) if sums.n else 1.0
+
+
+def smallest_biases(sample: AuditSample) -> tuple[Detectable, ...]:
+    """One row per kind of fault that the sample can see."""
+    kinds: list[tuple[str, float, str, str]] = []
+    variance = sample.pooled_tilts().variance
+    if variance > 0.0:
+        kinds.append(("wrong temperature", DETECTABLE_Z / variance**0.5, "relative error of T", "T3"))
+    if sample.used:
+        floor = sample.floor.pit.distance
+        kinds.append(("any wrong law, by p", ks_detectable(sample.used, floor), "KS distance", "T1"))
+        smallest_class = min(sample.class_tokens().values())
+        kinds.append(("a wrong law in the rarest class", ks_detectable(smallest_class, floor), "KS distance", "T1"))
+    ratio = sample.pooled_ratio_uniforms().size
+    if ratio:
+        size = ks_detectable(ratio, sample.floor.ratio.distance)
+        kinds.append(("wrong residual or accept rule, by p/q", size, "KS distance", "T2"))
+    points = sample.pooled_point_hits()
+    if points.n:
+        kinds.append(("draft favoured or avoided", _count_shift(points, sample.count_rho), "mean of p(draft)", "T2"))
+    accepts = sample.pooled_accepts()
+    if accepts.n:
+        kinds.append(("wrong acceptance", _count_shift(accepts, sample.count_rho), "acceptance rate", "T4"))
+    corrections = sample.correction_uniforms().size
+    if corrections:
+        size = ks_detectable(corrections, sample.floor.correction.distance)
+        kinds.append(("wrong correction law", size, "KS distance", "T4"))
+    if sample.params.has_filters and sample.tokens:
+        kinds.append(("token outside the filters", 6.0 / sample.tokens, "share of tokens", "T5"))
+    if sample.lag.pairs:
+        kinds.append(("dependent neighbours", COUNT_Z / sample.lag.pairs**0.5, "lag-1 correlation", "T7"))
+    return tuple(Detectable(kind=kind, smallest=size, unit=unit, test=test) for kind, size, unit, test in kinds)
+
+
+def unseen_kinds(sample: AuditSample) -> tuple[str, ...]:
+    """What stays possible after a pass, in words."""
+    unseen = []
+    codes = sample.class_tokens()
+    drafted = any(code >= 2 for code in codes)
+    if drafted and not sample.traced:
+        unseen.append(
+            "the generator returned no trace of its drafts: T2 and T4 did not run, so a wrong residual of a few per "
+            "cent of the drafted tokens, or a lossless rule other than the declared one, would not be seen"
+        )
+    if sample.traced and not sample.pooled_accepts().n:
+        unseen.append("all drafts were point masses: the accept rule for sampled drafts did not run")
+    if not drafted:
+        unseen.append("nothing was drafted: the audit is of plain decoding only")
+    if sample.params.is_policy_law and sample.params.temperature == 1.0:
+        unseen.append(
+            "at temperature 1 without filters and penalties: faults of temperature, filters and penalties are no-ops"
+        )
+    if sample.params.is_greedy:
+        unseen.append("greedy decoding has no randomness: only support and log-probabilities were tested")
+    if not sample.siblings.moments()[0]:
+        unseen.append("no prompt had two rollouts: noise shared by siblings would not be seen")
+    return tuple(unseen)

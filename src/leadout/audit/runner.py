@@ -1,0 +1,73 @@
+"""Runs one audit: generate, teacher-force each rollout once, add it, forget it, judge.
+
+Works on any `Generator`: what its trace cannot show is said in the verdict, never assumed. The sample is every rollout
+that was started, so nothing is chosen by how it turned out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from leadout.audit.judge import Demands, judge
+from leadout.audit.observe import Scores, add_rollout
+from leadout.audit.sample import AuditSample
+from leadout.audit.tolerances import Precision, tolerances_for
+from leadout.audit.verdict import Verdict
+from leadout.errors import ConfigError
+from leadout.interfaces import Generator
+from leadout.records import Request, Rollout
+
+Score = Callable[[Rollout], Scores]
+"""Teacher-forces one rollout with the learner's model."""
+Progress = Callable[[int, int, int], None]
+"""Called with (rollouts done, rollouts in all, tokens so far)."""
+
+FLOOR_TOKENS = 2000
+"""About as many tokens measure the rounding floors that need sorting."""
+
+
+def run_audit(
+    generator: Generator,
+    score: Score,
+    requests: Sequence[Request],
+    *,
+    name: str,
+    precision: Precision,
+    version: int | None = None,
+    demands: Demands | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Verdict:
+    """Audit `generator` on `requests`, which share one `SamplingParams` (the trace is asked for where it can be given).
+
+    `precision` is what the generator computes in; it decides what is blamed on rounding. `version` is that of the
+    weights `score` holds; None when nothing else was ever loaded. Raises ConfigError on unusable requests, AuditError
+    when the learner's own logits are unusable.
+    """
+    if not requests:
+        raise ConfigError("expected at least one request to audit, got none; give prompts")
+    params = replace(requests[0].params, trace=generator.capabilities.trace)
+    if any(replace(request.params, trace=params.trace) != params for request in requests):
+        raise ConfigError("expected one sampling setting for the whole audit, got several; audit each on its own")
+    sample = AuditSample(params, tolerances_for(precision), precision == "bfloat16")
+    floor_every = max(1, len(requests) * params.max_new_tokens // FLOOR_TOKENS)
+    pending = {request.rollout_id for request in requests}
+    if len(pending) != len(requests):
+        raise ConfigError("expected every rollout id once, got some twice: their numbers would be the same")
+    generator.submit([replace(request, params=params) for request in requests])
+    while pending:
+        finished = generator.collect()
+        if not finished:
+            sample.unfinished += len(pending)
+            break
+        for rollout in finished:
+            if rollout.request_id not in pending:
+                sample.bookkeeping.append(f"rollout {rollout.request_id} was not asked for, or came twice")
+                continue
+            pending.remove(rollout.request_id)
+            if rollout.length:
+                add_rollout(sample, rollout, score(rollout), version=version, seed=seed, floor_every=floor_every)
+            if progress is not None:
+                progress(len(requests) - len(pending), len(requests), sample.tokens)
+    return judge(sample, name, precision, demands or Demands())

@@ -1,0 +1,113 @@
+"""The drafter from `speculative_config` and `draft`: read from a folder, or made untrained for this policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from leadout.config import Draft, SpeculativeConfig
+from leadout.drafters.eagle3 import Eagle3Drafter
+from leadout.drafters.ngram import NgramDrafter
+from leadout.errors import ConfigError, ModelError
+from leadout.interfaces import Drafter
+from leadout.models.decoder import FusedDecoder
+from leadout.models.draft_vocabulary import rank_vocabulary
+from leadout.models.eagle3 import Eagle3Head, initial_head
+from leadout.models.eagle3_io import read_eagle3
+from leadout.models.eagle3_spec import Eagle3Spec
+from leadout.records import Prompt
+
+
+def draft_shapes(head: Eagle3Head) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor a drafter update brings."""
+    return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+
+
+def load_head(folder: str | Path, policy: Mapping[str, torch.Tensor]) -> Eagle3Head:
+    """A trained head for this policy. Raises ModelError naming the option when the folder is not one."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ModelError(
+            f"speculative_config.model: expected the folder of a draft head, got {path}, which is not there"
+        )
+    return read_eagle3(path, policy=policy)
+
+
+def new_head(
+    draft: Draft,
+    decoder: FusedDecoder,
+    policy: Mapping[str, torch.Tensor],
+    prompts: Sequence[Prompt],
+    *,
+    seed: int,
+    temperature: float,
+    keep: Sequence[int],
+) -> Eagle3Head:
+    """An untrained head. A reduced vocabulary is ranked by what this policy says to some of the prompts.
+
+    `keep`: ids that must be in it (the end-of-sequence tokens).
+    """
+    spec, size = decoder.spec, draft.vocab_size or decoder.spec.vocab_size
+    if size > spec.vocab_size:
+        raise ConfigError(f"draft.vocab_size must be at most the policy's {spec.vocab_size}, got {size}")
+    layers = draft.layer_ids or (2, spec.num_layers // 2, spec.num_layers - 3)
+    if not all(0 <= layer <= spec.num_layers for layer in layers):
+        raise ConfigError(
+            f"draft.layer_ids must lie in 0..{spec.num_layers} (the state entering each layer), got {list(layers)}"
+        )
+    shape = Eagle3Spec(
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.intermediate_size,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope=spec.rope,
+        max_position_embeddings=spec.max_position_embeddings,
+        vocab_size=spec.vocab_size,
+        draft_vocab_size=size,
+        layer_ids=layers,
+        target_hidden_size=spec.hidden_size,
+    )
+    ids = None
+    if size < spec.vocab_size:
+        ids = rank_vocabulary(
+            decoder, [prompt.token_ids for prompt in prompts], size, temperature=temperature, seed=seed, keep=keep
+        )
+    return initial_head(shape, policy, torch.Generator().manual_seed(seed), token_ids_V=ids, init=draft.init)
+
+
+def make_drafter(
+    speculation: SpeculativeConfig, decoder: FusedDecoder, head: Eagle3Head | None, *, num_slots: int
+) -> Drafter:
+    """The drafter of a generator; it holds its own copy of the head."""
+    if speculation.method == "ngram":
+        return NgramDrafter(
+            num_slots=num_slots,
+            max_len=decoder.max_len,
+            min_ngram=speculation.prompt_lookup_min,
+            max_ngram=speculation.prompt_lookup_max,
+            device=decoder.device,
+        )
+    assert head is not None, "eagle3 needs a head"
+    copy = Eagle3Head(head.spec, own_embeddings=head.has_embeddings)
+    copy.load_state_dict(head.state_dict())
+    return Eagle3Drafter(
+        copy,
+        policy_embedding=lambda: decoder.embedding_VH,
+        num_slots=num_slots,
+        max_len=decoder.max_len,
+        dtype=decoder.dtype,
+        device=decoder.device,
+        greedy=speculation.draft_sample_method == "greedy",
+        temperature=speculation.leadout.draft_temperature,
+    )
+
+
+def spread_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """`count` prompts spread evenly over a data set."""
+    index = np.unique(np.linspace(0, len(prompts) - 1, min(count, len(prompts))).round().astype(int))
+    return [prompts[i] for i in index]

@@ -1,0 +1,112 @@
+"""The learner from its sections: policy, loss, optimizers, drafter training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from leadout.build.generator import DTYPES
+from leadout.config import RunConfig
+from leadout.logprob.policy_forward import ForwardSettings, PackedForward
+from leadout.models.eagle3 import Eagle3Head
+from leadout.models.loading import load_policy
+from leadout.records import SamplingParams
+from leadout.refit.publish import weight_update
+from leadout.train.cotrain import DraftTrainer
+from leadout.train.learner import LearnerSettings, LocalLearner
+from leadout.train.loss import LossSettings
+from leadout.train.settings import DraftSettings, OptimizerSettings, UpdateSettings
+
+
+def load_trainable(path: Path, dtype: str) -> Any:
+    """The policy that learns: fp32 weights (fp64 in float64), whatever the type of its matrix products."""
+    return load_policy(path, torch.float64 if dtype == "float64" else torch.float32)
+
+
+def make_learner(
+    config: RunConfig, model: Any, path: Path, params: SamplingParams, head: Eagle3Head | None
+) -> LocalLearner:
+    """The learner of a run; `head` is trained along where the recipe says so."""
+    if config.train.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        model.config.use_cache = False
+    reference = None
+    if config.grpo.beta > 0.0:
+        reference = PackedForward(
+            load_trainable(path, config.train.dtype).requires_grad_(False), _forward_settings(config)
+        )
+    drafter = None
+    if head is not None and config.trains_drafter:
+        drafter = DraftTrainer(head, _draft_settings(config), temperature=config.rollout.temperature, seed=config.seed)
+    return LocalLearner(
+        PackedForward(model, _forward_settings(config)),
+        weight_update,
+        _settings(config, params),
+        drafter=drafter,
+        reference=reference,
+    )
+
+
+def _forward_settings(config: RunConfig) -> ForwardSettings:
+    return ForwardSettings(
+        temperature=config.rollout.temperature,
+        max_completions=config.train.micro_batch_size,
+        chunk_size=config.train.logprob_chunk_size,
+        autocast=config.train.dtype == "bfloat16",
+    )
+
+
+def _settings(config: RunConfig, params: SamplingParams) -> LearnerSettings:
+    grpo, optim, train = config.grpo, config.optim, config.train
+    completions = config.rollout.num_prompts * config.rollout.num_generations
+    updates = grpo.num_iterations * -(-completions // (train.mini_batch_size or completions))
+    return LearnerSettings(
+        loss=LossSettings(
+            loss_type=grpo.loss_type,
+            epsilon=grpo.epsilon,
+            epsilon_high=grpo.epsilon_high,
+            delta=grpo.delta,
+            beta=grpo.beta,
+            importance_sampling_level=grpo.importance_sampling_level,
+            max_completion_length=config.rollout.max_completion_length,
+            importance_clip_max=grpo.importance_sampling_clip_max if grpo.importance_sampling_correction else None,
+        ),
+        optimizer=OptimizerSettings(
+            learning_rate=optim.learning_rate,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            warmup_steps=optim.warmup_steps,
+            schedule=optim.lr_scheduler_type,
+            total_updates=config.pipeline.max_steps * updates,
+            max_grad_norm=train.max_grad_norm,
+        ),
+        update=UpdateSettings(
+            mini_batch_size=train.mini_batch_size,
+            num_iterations=grpo.num_iterations,
+            recompute=train.recompute,
+            scale_rewards=grpo.scale_rewards,
+        ),
+        is_policy_law=params.is_policy_law,
+        publish_dtype=DTYPES[config.rollout.dtype],
+    )
+
+
+def _draft_settings(config: RunConfig) -> DraftSettings:
+    draft = config.draft
+    return DraftSettings(
+        steps=draft.ttt_steps,
+        decay=draft.ttt_decay,
+        learning_rate=draft.learning_rate,
+        warmup_steps=draft.warmup_steps,
+        max_grad_norm=draft.max_grad_norm,
+        passes=draft.passes,
+        micro_rollouts=draft.micro_rollouts,
+        replay_rollouts=draft.replay_rollouts,
+        token_fraction=draft.token_fraction,
+        every=draft.every,
+        measure_tokens=draft.measure_tokens,
+        autocast=config.train.dtype == "bfloat16",
+    )

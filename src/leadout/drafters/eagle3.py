@@ -1,0 +1,213 @@
+"""The EAGLE-3 drafter inside the engine: cached, batched, sampled with its q kept.
+
+Per row it keeps a cache of true entries (feature of the token before, token) and a backlog of entries not yet run.
+`observe` only appends to the backlog, so while speculation is off the drafter costs one copy per step; `propose` first
+runs the backlog, which overwrites whatever earlier drafts left in the cache, then drafts token by token from its own
+outputs. Siblings admitted together share the run over their prompt.
+
+Axes: B rows, K drafts, M backlog entries, F tapped width, H head width, G key-value heads, D head dimension, V draft
+vocabulary, S slots, P prompt tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from leadout.drafters.eagle3_cache import Eagle3Cache
+from leadout.errors import RefitError
+from leadout.interfaces import Draft, DraftProbs, Noise
+from leadout.models.eagle3 import Eagle3Head
+from leadout.models.sampling import Law, ParamsBatch, filter_weights, tempered_weights
+from leadout.records import Request, SamplingParams
+
+_GROW = 16
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """Entries of a prompt that several rows share and none has run yet."""
+
+    tokens_M: torch.Tensor
+    taps_MF: torch.Tensor
+    slots: set[int]
+
+
+class Eagle3Drafter:
+    """Implements `leadout.interfaces.Drafter`."""
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        *,
+        policy_embedding: Callable[[], torch.Tensor],
+        num_slots: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        greedy: bool = False,
+        temperature: float = 1.0,
+    ) -> None:
+        """`temperature` is relative to each row's own; `greedy` proposes argmax drafts as point masses."""
+        self._head = head.to(device=device, dtype=dtype).requires_grad_(False).eval()
+        self._policy_embedding = policy_embedding
+        self._cache = Eagle3Cache(self._head, num_slots=num_slots, max_len=max_len, dtype=dtype, device=device)
+        self._greedy = greedy
+        self._temperature = temperature
+        self._device = device
+        self._token_ids_V = self._head.draft_token_ids()
+        self._params: dict[int, SamplingParams] = {}
+        self._prompts: list[_Prompt] = []
+        self._taps_SMF = torch.zeros((num_slots, _GROW, self._head.spec.fused_size), dtype=dtype, device=device)
+        self._tokens_SM = torch.zeros((num_slots, _GROW), dtype=torch.int64, device=device)
+        self._backlog_S = np.zeros(num_slots, np.int64)
+        self.version = 0
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The head's layers."""
+        return self._head.spec.layer_ids
+
+    @property
+    def point_mass(self) -> bool:
+        """Whether drafts are greedy."""
+        return self._greedy
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Memory of entries waiting to be run."""
+        return self._taps_SMF.numel() * self._taps_SMF.element_size()
+
+    def admit(self, slots: Sequence[int], requests: Sequence[Request], prompt_taps_PF: torch.Tensor | None) -> None:
+        """Remember the prompt's entries; nothing runs before the first draft."""
+        assert prompt_taps_PF is not None, "the engine taps what `taps` asks for"
+        context = [requests[0].prompt.token_ids]
+        if requests[0].given is not None:
+            context.append(requests[0].given.token_ids)
+        tokens_P = torch.from_numpy(np.concatenate(context).astype(np.int64)).to(self._device)
+        for slot, request in zip(slots, requests, strict=True):
+            self._params[slot] = request.params
+            self._taps_SMF[slot, 0] = prompt_taps_PF[-1]
+        self._backlog_S[list(slots)] = 0
+        self._cache.lengths[list(slots)] = 0
+        if tokens_P.numel() > 1:
+            # The last prompt state pairs with the first generated token, which siblings do not share.
+            self._prompts.append(_Prompt(tokens_P[1:], prompt_taps_PF[:-1].clone(), set(slots)))
+
+    def observe(
+        self,
+        slots: Sequence[int],
+        tokens_BN: torch.Tensor,
+        counts_B: npt.NDArray[np.int64],
+        taps_BNF: torch.Tensor | None,
+    ) -> None:
+        """Append entries to the backlog."""
+        slots_B = np.asarray(slots, np.int64)
+        column_N = np.arange(tokens_BN.shape[1])
+        mask_BN = column_N < counts_B[:, None]
+        slot_X = torch.from_numpy(np.broadcast_to(slots_B[:, None], mask_BN.shape)[mask_BN]).to(self._device)
+        at_X = torch.from_numpy((self._backlog_S[slots_B][:, None] + column_N)[mask_BN]).to(self._device)
+        self._reserve(int((self._backlog_S[slots_B] + counts_B).max()) + 1)
+        mask = torch.from_numpy(mask_BN).to(self._device)
+        self._tokens_SM[slot_X, at_X] = tokens_BN[mask]
+        if taps_BNF is not None:
+            self._taps_SMF[slot_X, at_X] = taps_BNF[mask]
+        self._backlog_S[slots_B] += counts_B
+
+    def _reserve(self, width: int) -> None:
+        """Widen the backlog, doubling so that growth is rare."""
+        have = self._tokens_SM.shape[1]
+        if width > have:
+            extra = max(width, 2 * have) - have
+            self._tokens_SM = torch.nn.functional.pad(self._tokens_SM, (0, extra))
+            self._taps_SMF = torch.nn.functional.pad(self._taps_SMF, (0, 0, 0, extra))
+
+    def propose(self, slots: Sequence[int], lengths_B: npt.NDArray[np.int64], noise: Noise) -> Draft:
+        """Run the backlog, then draft."""
+        self._run_prompts(slots)
+        hidden_BH = self._run_backlog(slots)
+        params = self._draft_params(slots)
+        num_drafts = int(lengths_B.max())
+        columns, values = [], []
+        for depth in range(num_drafts):
+            column_B, probs_BV = self._choose(self._cache.logits(hidden_BH), params, noise, depth)
+            columns.append(column_B)
+            values.append(probs_BV)
+            if depth + 1 < num_drafts:
+                tokens_B = column_B if self._token_ids_V is None else self._token_ids_V[column_B]
+                hidden_BH = self._cache.extend(slots, hidden_BH, self._embed(tokens_B), depth)
+        columns_BK = torch.stack(columns, 1)
+        tokens_BK = columns_BK if self._token_ids_V is None else self._token_ids_V[columns_BK]
+        probs = None
+        if not self._greedy:
+            probs = DraftProbs(values_BKV=torch.stack(values, 1), columns_BK=columns_BK, token_ids_V=self._token_ids_V)
+        return Draft(tokens_BK=tokens_BK, counts_B=lengths_B.copy(), probs=probs)
+
+    def _choose(
+        self, logits_BV: torch.Tensor, params: ParamsBatch, noise: Noise, depth: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One draft per row and the law it was drawn from (empty when greedy)."""
+        if self._greedy:
+            return logits_BV.argmax(-1), logits_BV[:, :0]
+        weights_BV = tempered_weights(logits_BV, params)
+        if params.any_filters:
+            # q may be any known law; filtering it like p wastes fewer drafts on tokens p cannot emit.
+            weights_BV = filter_weights(weights_BV, params)
+        law = Law.from_weights(weights_BV)
+        return law.draw(noise.draft_uniforms(depth)), law.probs(logits_BV.shape[-1])
+
+    def _draft_params(self, slots: Sequence[int]) -> ParamsBatch:
+        """The rows' sampling with the draft's relative temperature."""
+        rows = [self._params[slot] for slot in slots]
+        if self._temperature != 1.0:
+            rows = [replace(row, temperature=row.temperature * self._temperature) for row in rows]
+        return ParamsBatch.of(rows, self._device)
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._head.embed(tokens, self._policy_embedding())
+
+    def _run_prompts(self, slots: Sequence[int]) -> None:
+        """Run the shared prompts of these rows once each and copy the cache to the siblings."""
+        wanted = set(slots)
+        for prompt in [p for p in self._prompts if p.slots & wanted]:
+            owner, *others = sorted(prompt.slots)
+            counts = np.array([prompt.tokens_M.numel()], np.int64)
+            self._cache.run([owner], prompt.taps_MF[None], self._embed(prompt.tokens_M)[None], counts)
+            self._cache.copy(owner, others)
+            self._prompts.remove(prompt)
+
+    def _run_backlog(self, slots: Sequence[int]) -> torch.Tensor:
+        """Run what was observed since the last draft; the newest entry's output, [B, H]."""
+        index_B = torch.as_tensor(list(slots), device=self._device)
+        counts_B = self._backlog_S[list(slots)]
+        assert counts_B.min() >= 1, "every row has gained a token since its last draft"
+        width = int(counts_B.max())
+        embeddings_BMH = self._embed(self._tokens_SM[index_B, :width])
+        hidden_BH = self._cache.run(slots, self._taps_SMF[index_B, :width], embeddings_BMH, counts_B)
+        self._backlog_S[list(slots)] = 0
+        return hidden_BH
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget the rows."""
+        for slot in slots:
+            self._params.pop(slot, None)
+        for prompt in self._prompts:
+            prompt.slots.difference_update(slots)
+        self._prompts = [prompt for prompt in self._prompts if prompt.slots]
+        self._backlog_S[list(slots)] = 0
+
+    def load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take new weights. Raises RefitError, before anything changed, when names or shapes differ."""
+        own = self._head.state_dict()
+        wrong = sorted(set(own) ^ set(weights))
+        wrong += sorted(n for n in set(own) & set(weights) if own[n].shape != weights[n].shape)
+        if wrong:
+            raise RefitError(f"draft weights do not fit this drafter: {', '.join(wrong[:5])}")
+        self._head.load_state_dict(dict(weights))
+        self._token_ids_V = self._head.draft_token_ids()
+        self._cache.pack()
+        self.version = version

@@ -1,0 +1,52 @@
+"""Everything a finished step says of itself, under the names of metrics.jsonl."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+
+from leadout.pipeline.rollout_metrics import completion_metrics, lag_metrics, reward_metrics, speculation_metrics
+from leadout.records import Group, LearnerLogprobs, RefitReport, Stage, TrainReport
+
+
+def step_metrics(
+    groups: Sequence[Group],
+    refitted: RefitReport,
+    logprobs: LearnerLogprobs | None,
+    trained: TrainReport,
+    seconds: Mapping[Stage, float],
+) -> dict[str, float | str]:
+    """Metrics of one step, all but its number, version and seconds.
+
+    Where the logprob pass and the training pass measured the same thing, the logprob pass came first and counts.
+    `rollout/tokens_per_second` = completion tokens / rollout seconds, `step/tokens_per_second` = completion tokens /
+    seconds of all stages, `memory/peak` in GiB. `policy/checksum`, `draft/{version,checksum}` are of the weights that
+    made the rollouts.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    version = refitted.version
+    metrics: dict[str, float | str] = {**reward_metrics(groups)}
+    metrics |= trained.metrics
+    if logprobs is not None:
+        metrics |= logprobs.metrics
+        version = logprobs.version
+    metrics |= completion_metrics(groups) | speculation_metrics(rollouts) | lag_metrics(rollouts, version)
+    metrics |= _speeds(sum(float(rollout.loss_mask.sum()) for rollout in rollouts), seconds)
+    metrics["memory/peak"] = peak_memory()
+    metrics["policy/checksum"] = refitted.checksum
+    if refitted.draft_checksum is not None:
+        metrics["draft/version"] = refitted.draft_version
+        metrics["draft/checksum"] = refitted.draft_checksum
+    return metrics
+
+
+def _speeds(tokens: float, seconds: Mapping[Stage, float]) -> dict[str, float]:
+    spans = {"rollout/tokens_per_second": seconds[Stage.ROLLOUT], "step/tokens_per_second": sum(seconds.values())}
+    return {name: tokens / span for name, span in spans.items() if span > 0.0}
+
+
+def peak_memory() -> float:
+    """Largest resident memory of this process so far, GiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20

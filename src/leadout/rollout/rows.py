@@ -1,0 +1,223 @@
+"""The live rows of the engine: what each has generated so far, in arrays indexed by slot.
+
+Committing a round is a handful of array operations for all rows together; only rows with stop strings are visited one
+by one. A row becomes a `Rollout` when it ends.
+
+Axes: S slots, B rows of this round, N columns of this round, T capacity in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from leadout.records import Finish, Request, Rollout, Rounds, Source, Span, Trace
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+class StopWatch(Protocol):
+    """Watches one row's text for stop strings."""
+
+    def push(self, token_id: int) -> str | None:
+        """Take the next token; the stop string it completes, if any."""
+        ...
+
+
+StopWatchFactory = Callable[[tuple[str, ...]], StopWatch]
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One live row: the parts that are not arrays."""
+
+    request: Request
+    slot: int
+    limit: int
+    """Generated tokens at which it ends, given ones included."""
+    limit_finish: Finish
+    """Whether that limit is its own length or the context."""
+    watch: StopWatch | None
+    spans: list[Span]
+    """Closed spans: given tokens, and tokens of earlier weight versions."""
+    finish: Finish | None = None
+    stop: int | str | None = None
+    trace: list[Trace] = field(default_factory=list)
+
+    @property
+    def closed(self) -> int:
+        """Tokens in closed spans."""
+        return sum(span.length for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a round really committed, after cutting at the end of rows."""
+
+    counts_B: Ints
+    """Tokens of each row, at least 1."""
+    ended: list[Row]
+    """Rows that are over."""
+
+
+class RowTable:
+    """Tokens, log-probabilities and rounds of every slot."""
+
+    def __init__(self, num_slots: int, capacity: int) -> None:
+        self._tokens_ST = np.zeros((num_slots, capacity), np.int64)
+        self._logprobs_ST = np.zeros((num_slots, capacity))
+        self._policy_logprobs_ST = np.zeros((num_slots, capacity))
+        self._drafted_ST = np.zeros((num_slots, capacity), np.int16)
+        self._accepted_ST = np.zeros((num_slots, capacity), np.int16)
+        self.generated_S = np.zeros(num_slots, np.int64)
+        self._rounds_S = np.zeros(num_slots, np.int64)
+
+    def open(self, row: Row) -> None:
+        """Start a row with the tokens it was given."""
+        slot, given = row.slot, row.request.given
+        self.generated_S[slot] = self._rounds_S[slot] = 0
+        if given is None:
+            return
+        length, rounds = given.length, given.rounds
+        self._tokens_ST[slot, :length] = given.token_ids
+        self._logprobs_ST[slot, :length] = given.logprobs
+        self._policy_logprobs_ST[slot, :length] = given.policy_logprobs
+        self.generated_S[slot] = length
+        self._rounds_S[slot] = rounds.drafted.size
+        self._drafted_ST[slot, : rounds.drafted.size] = rounds.drafted
+        self._accepted_ST[slot, : rounds.accepted.size] = rounds.accepted
+
+    def last_tokens(self, slots_B: Ints) -> Ints:
+        """i64[B]: the newest token of each row."""
+        return np.asarray(self._tokens_ST[slots_B, self.generated_S[slots_B] - 1])
+
+    def remaining(self, rows: Sequence[Row]) -> Ints:
+        """i64[B]: tokens each row may still generate."""
+        limits_B = np.array([row.limit for row in rows], np.int64)
+        return np.asarray(limits_B - self.generated_S[[row.slot for row in rows]])
+
+    def commit(
+        self,
+        rows: Sequence[Row],
+        tokens_BN: Ints,
+        counts_B: Ints,
+        logprobs_BN: Floats,
+        policy_logprobs_BN: Floats,
+        ends_BN: npt.NDArray[np.bool_],
+    ) -> Committed:
+        """Append `counts_B` tokens to each row, cut after the first end (`ends_BN` marks end-of-sequence tokens)."""
+        slots_B = np.array([row.slot for row in rows], np.int64)
+        column_N = np.arange(tokens_BN.shape[1])
+        hits_BN = ends_BN & (column_N < counts_B[:, None])
+        hit_B = hits_BN.any(1)
+        counts_B = np.where(hit_B, hits_BN.argmax(1) + 1, counts_B)
+        for index, row in enumerate(rows):
+            if row.watch is not None:
+                counts_B[index] = self._watch(row, tokens_BN[index, : counts_B[index]])
+        mask_BN = column_N < counts_B[:, None]
+        slot_X = np.broadcast_to(slots_B[:, None], mask_BN.shape)[mask_BN]
+        position_X = (self.generated_S[slots_B][:, None] + column_N)[mask_BN]
+        self._tokens_ST[slot_X, position_X] = tokens_BN[mask_BN]
+        self._logprobs_ST[slot_X, position_X] = logprobs_BN[mask_BN]
+        self._policy_logprobs_ST[slot_X, position_X] = policy_logprobs_BN[mask_BN]
+        self.generated_S[slots_B] += counts_B
+        limits_B = np.array([row.limit for row in rows], np.int64)
+        over_B = (
+            (self.generated_S[slots_B] >= limits_B)
+            | (hit_B & hits_BN[np.arange(len(rows)), counts_B - 1])
+            | np.array([row.finish is not None for row in rows], bool)
+        )
+        ended = [rows[index] for index in over_B.nonzero()[0]]
+        for index in over_B.nonzero()[0]:
+            self._close(
+                rows[index], bool(hits_BN[index, counts_B[index] - 1]), int(tokens_BN[index, counts_B[index] - 1])
+            )
+        return Committed(counts_B, ended)
+
+    @staticmethod
+    def _watch(row: Row, tokens: Ints) -> int:
+        """Feed a row's new tokens to its stop strings; how many of them it keeps."""
+        assert row.watch is not None
+        for count, token in enumerate(tokens.tolist(), start=1):
+            matched = row.watch.push(token)
+            if matched is not None:
+                row.finish, row.stop = Finish.STOP, matched
+                return count
+        return int(tokens.size)
+
+    @staticmethod
+    def _close(row: Row, at_end_token: bool, token: int) -> None:
+        """Name the reason a row ended; an end-of-sequence token counts before a stop string or a limit."""
+        if at_end_token:
+            row.finish, row.stop = Finish.EOS, token
+        elif row.finish is None:
+            row.finish = row.limit_finish
+
+    def record_round(self, slots_B: Ints, drafted_B: Ints, accepted_B: Ints) -> None:
+        """Note one round of each row."""
+        index_B = self._rounds_S[slots_B]
+        self._drafted_ST[slots_B, index_B] = drafted_B
+        self._accepted_ST[slots_B, index_B] = accepted_B
+        self._rounds_S[slots_B] += 1
+
+    def tokens(self, slot: int) -> Ints:
+        """i64[T]: what a row has generated so far (a view)."""
+        return self._tokens_ST[slot, : self.generated_S[slot]]
+
+    def num_rounds(self, slot: int) -> int:
+        """Rounds of a row so far."""
+        return int(self._rounds_S[slot])
+
+    def rollout(self, row: Row, version: int, dtype: type[np.floating]) -> Rollout:
+        """The row as a record; its open span was made by `version`."""
+        slot = row.slot
+        length, rounds = int(self.generated_S[slot]), int(self._rounds_S[slot])
+        spans = list(row.spans)
+        if length > row.closed:
+            spans.append(Span(length=length - row.closed, source=Source.POLICY, version=version))
+        return Rollout(
+            request_id=row.request.rollout_id,
+            prompt=row.request.prompt,
+            token_ids=self._tokens_ST[slot, :length].astype(np.int32),
+            logprobs=self._logprobs_ST[slot, :length].astype(dtype),
+            policy_logprobs=self._policy_logprobs_ST[slot, :length].astype(dtype),
+            spans=tuple(spans),
+            rounds=Rounds(
+                drafted=self._drafted_ST[slot, :rounds].copy(), accepted=self._accepted_ST[slot, :rounds].copy()
+            ),
+            finish=row.finish or Finish.CANCELLED,
+            stop=row.stop,
+            trace=join_traces(row.trace) if row.request.params.trace else None,
+        )
+
+
+def join_traces(parts: Sequence[Trace]) -> Trace:
+    """One trace from those of single rounds, in order."""
+    parts = [part for part in parts if part.draft_D.size]
+    if not parts:
+        empty = np.zeros(0, np.int32)
+        return Trace(
+            round_D=empty,
+            position_D=empty,
+            draft_D=empty,
+            accepted_D=np.zeros(0, bool),
+            draft_prob_D=np.zeros(0, np.float32),
+            probs_DV=None,
+            token_ids_V=None,
+        )
+    probs = [part.probs_DV for part in parts if part.probs_DV is not None]
+    assert len(probs) in (0, len(parts)), "a row's drafter is either sampled or a point mass"
+    return Trace(
+        round_D=np.concatenate([part.round_D for part in parts]),
+        position_D=np.concatenate([part.position_D for part in parts]),
+        draft_D=np.concatenate([part.draft_D for part in parts]),
+        accepted_D=np.concatenate([part.accepted_D for part in parts]),
+        draft_prob_D=np.concatenate([part.draft_prob_D for part in parts]),
+        probs_DV=np.concatenate(probs) if probs else None,
+        token_ids_V=parts[0].token_ids_V,
+    )

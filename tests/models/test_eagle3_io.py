@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from leadout.errors import ModelError
+from leadout.models.eagle3_io import read_eagle3, read_spec, write_eagle3
+from leadout.models.rope import RopeSpec
+from tests.models.eagle3_fakes import SPEC, policy_tensors, tiny_head
+
+ROPES = [
+    RopeSpec(rope_type="default", theta=50000.0, dim=4),
+    RopeSpec(rope_type="linear", theta=10000.0, dim=4, factor=4.0),
+    RopeSpec(
+        rope_type="llama3",
+        theta=500000.0,
+        dim=4,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position=32,
+    ),
+    RopeSpec(rope_type="yarn", theta=10000.0, dim=4, factor=4.0, original_max_position=16, attention_factor=1.2),
+]
+
+
+def rewrite(folder, change_config=None, change_tensors=None):
+    if change_config is not None:
+        config = json.loads((folder / "config.json").read_text())
+        change_config(config)
+        (folder / "config.json").write_text(json.dumps(config))
+    if change_tensors is not None:
+        tensors = load_file(folder / "model.safetensors")
+        change_tensors(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_eagle3(tiny_head(dtype=torch.bfloat16), tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_loading_and_saving_gives_the_same_bytes(tmp_path, dtype):
+    write_eagle3(tiny_head(dtype=dtype), tmp_path / "a")
+    write_eagle3(read_eagle3(tmp_path / "a"), tmp_path / "b")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_read_head_holds_the_written_tensors_and_spec(tmp_path):
+    head = tiny_head()
+    write_eagle3(head, tmp_path)
+    read = read_eagle3(tmp_path)
+    assert read.spec == head.spec
+    assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in read.state_dict().items())
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.rope_type)
+def test_the_rope_survives_the_round_trip(tmp_path, rope):
+    write_eagle3(tiny_head(rope=rope), tmp_path)
+    assert read_spec(tmp_path).rope == rope
+    assert torch.equal(read_eagle3(tmp_path).spec.rope.inverse_frequencies(), rope.inverse_frequencies())
+
+
+def test_the_config_is_the_published_one(folder):
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert (config["vocab_size"], config["draft_vocab_size"], config["num_hidden_layers"]) == (40, 12, 1)
+    assert config["tie_word_embeddings"] is False
+    assert config["fc_norm"] is True
+
+
+def test_a_full_vocabulary_is_written_without_a_map(tmp_path):
+    write_eagle3(tiny_head(draft_vocab_size=40), tmp_path)
+    assert {"d2t", "t2d"}.isdisjoint(load_file(tmp_path / "model.safetensors"))
+
+
+def test_layers_0_is_read_as_midlayer(folder):
+    expected = read_eagle3(folder).state_dict()
+
+    def rename(tensors):
+        for name in [name for name in tensors if name.startswith("midlayer.")]:
+            tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
+
+    rewrite(folder, change_tensors=rename)
+    read = read_eagle3(folder).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in read.items())
+
+
+def test_the_speculators_form_is_read(folder):
+    expected = read_spec(folder)
+
+    def nest(config):
+        keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        keys += ("rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_scaling", "vocab_size", "hidden_act")
+        config["transformer_layer_config"] = {key: config.pop(key) for key in keys}
+        config.update(architectures=["Eagle3Speculator"], speculators_model_type="eagle3")
+
+    rewrite(folder, change_config=nest)
+    assert read_spec(folder) == expected
+
+
+def test_a_pickled_weight_file_is_read(folder):
+    tensors = load_file(folder / "model.safetensors")
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert torch.equal(read_eagle3(folder).fc.weight, tensors["fc.weight"])
+
+
+def test_a_missing_map_of_a_reduced_vocabulary_is_an_error(folder):
+    rewrite(folder, change_tensors=lambda tensors: tensors.pop("d2t"))
+    with pytest.raises(ModelError, match="missing d2t"):
+        read_eagle3(folder)
+
+
+def test_a_map_that_holds_ids_in_place_of_offsets_is_an_error(folder):
+    def as_ids(tensors):
+        tensors["d2t"] = torch.arange(12) + tensors["d2t"]
+
+    rewrite(folder, change_tensors=as_ids)
+    with pytest.raises(ModelError, match="offsets"):
+        read_eagle3(folder)
+
+
+def test_a_missing_output_matrix_of_a_reduced_vocabulary_is_an_error(folder):
+    rewrite(folder, change_tensors=lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ModelError, match=r"missing lm_head\.weight"):
+        read_eagle3(folder, policy=policy_tensors())
+
+
+def test_a_missing_output_matrix_of_the_full_vocabulary_is_the_policys(tmp_path):
+    write_eagle3(tiny_head(draft_vocab_size=40), tmp_path)
+    rewrite(tmp_path, change_tensors=lambda tensors: tensors.pop("lm_head.weight"))
+    policy = policy_tensors()
+    assert torch.equal(read_eagle3(tmp_path, policy=policy).lm_head.weight, policy["model.embed_tokens.weight"])
+    with pytest.raises(ModelError, match=r"missing lm_head\.weight"):
+        read_eagle3(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "midlayer.self_attn.o_proj.weight", "fc_norm.1.weight"])
+def test_every_other_missing_tensor_is_named(folder, name):
+    rewrite(folder, change_tensors=lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelError, match=f"missing {name}"):
+        read_eagle3(folder)
+
+
+def test_an_unknown_tensor_is_named(folder):
+    rewrite(folder, change_tensors=lambda tensors: tensors.update({"layers.1.x": torch.zeros(1)}))
+    with pytest.raises(ModelError, match=r"unexpected layers\.1\.x"):
+        read_eagle3(folder)
+
+
+def test_missing_layer_ids_are_an_error(folder):
+    rewrite(folder, change_config=lambda config: config.pop("eagle_aux_hidden_state_layer_ids"))
+    with pytest.raises(ModelError, match="eagle_aux_hidden_state_layer_ids"):
+        read_eagle3(folder)
+
+
+@pytest.mark.parametrize("size", [0, 7, 500])
+def test_a_truncated_weight_file_is_an_error(folder, size):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ModelError, match="whole weight file"):
+        read_eagle3(folder)
+
+
+def test_a_head_for_another_width_is_refused(folder):
+    with pytest.raises(ModelError, match="hidden size 32, got 16"):
+        read_eagle3(folder, target_hidden_size=32)
+
+
+def test_a_head_for_another_vocabulary_is_refused(folder):
+    policy = policy_tensors(dataclasses.replace(SPEC, vocab_size=41))
+    with pytest.raises(ModelError, match="vocabulary of 41, got vocab_size 40"):
+        read_eagle3(folder, policy=policy)
+
+
+def test_weights_that_contradict_the_config_are_an_error(folder):
+    rewrite(folder, change_config=lambda config: config.update(intermediate_size=32))
+    with pytest.raises(ModelError, match="shape"):
+        read_eagle3(folder)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("num_hidden_layers", 2), ("attention_bias", True), ("hidden_act", "gelu"), ("norm_output", True)],
+)
+def test_fields_that_would_change_the_forward_pass_are_refused(folder, field, value):
+    rewrite(folder, change_config=lambda config: config.update({field: value}))
+    with pytest.raises(ModelError, match=field):
+        read_eagle3(folder)
+
+
+def test_another_architecture_is_refused(folder):
+    rewrite(folder, change_config=lambda config: config.update(architectures=["LlamaForCausalLM"]))
+    with pytest.raises(ModelError, match="expected architectures LlamaForCausalLMEagle3"):
+        read_eagle3(folder)
+
+
+def test_a_folder_without_config_is_an_error(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_eagle3(tmp_path)
+
+
+def test_errors_are_one_line(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ModelError) as caught:
+        read_eagle3(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_the_two_files_are_left_behind(folder):
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_own_embeddings_are_kept_and_frozen(folder):
+    table = torch.randn(40, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
+    rewrite(folder, change_tensors=lambda tensors: tensors.update({"embed_tokens.weight": table}))
+    head = read_eagle3(folder)
+    assert torch.equal(head.embed_tokens.weight, table)
+    assert not head.embed_tokens.weight.requires_grad

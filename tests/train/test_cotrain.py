@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from leadout.train.chains import build_chains
+from leadout.train.cotrain import DraftTrainer
+from leadout.train.draft_loss import expected_rounds
+from leadout.train.settings import DraftSettings
+from tests.train.learner_fakes import (
+    DRAFT_IDS,
+    make_forward,
+    make_group,
+    random_groups,
+    sampled_groups,
+    tiny_draft_head,
+    tiny_policy,
+)
+from tests.train.test_chains import slow_logits
+
+EXACT = DraftSettings(autocast=False, learning_rate=3e-3, warmup_steps=1)
+
+
+def step(trainer: DraftTrainer, forward, groups) -> dict[str, float]:
+    """One train stage of the drafter alone."""
+    trainer.begin_step(sum(len(group.rollouts) for group in groups))
+    for batch in forward.pack(groups, [np.zeros(len(group.rollouts)) for group in groups]):
+        with torch.no_grad():
+            output = forward.run(batch, taps=trainer.taps)
+        trainer.observe(batch, output, forward)
+    metrics = trainer.finish_step(forward)
+    trainer.remember(groups)
+    return metrics
+
+
+def setup(settings: DraftSettings = EXACT, *, reduced: bool = True, temperature: float = 1.0):
+    model = tiny_policy()
+    head = tiny_draft_head(model, reduced=reduced)
+    trainer = DraftTrainer(head, settings, temperature=temperature, seed=0)
+    return model, make_forward(model, temperature=temperature), trainer
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_expected_acceptance_length_is_that_of_cached_drafting(reduced, temperature):
+    model, forward, trainer = setup(reduced=reduced, temperature=temperature)
+    groups = random_groups([[6, 2, 1], [5]])
+    metrics = step(trainer, forward, groups)
+
+    head = tiny_draft_head(model, reduced=reduced)
+    columns = {int(token): i for i, token in enumerate(DRAFT_IDS if reduced else range(50))}
+    tokens, rounds = 0, 0.0
+    for group in groups:
+        prompt = group.prompt.token_ids.tolist()
+        for rollout in group.rollouts:
+            completion = rollout.token_ids.tolist()
+            drafts = slow_logits(head, model, prompt, completion)
+            policy = (model(input_ids=torch.tensor([prompt + completion])).logits[0] / temperature).softmax(-1)
+            accept = np.zeros((1, len(completion), 3))
+            for (depth, target), logits in drafts.items():
+                token = completion[target]
+                p = float(policy[len(prompt) + target - 1, token])
+                q = float((logits / temperature).softmax(-1)[columns[token]]) if token in columns else 0.0
+                accept[0, target - depth + 1, depth - 1] = min(1.0, q / p)
+            tokens += max(len(completion) - 1, 0)
+            rounds += expected_rounds(accept, np.array([len(completion)]))[0]
+    assert metrics["draft/expected_acceptance_length"] == pytest.approx(tokens / rounds, abs=1e-9)
+
+
+def test_acceptance_is_measured_on_the_head_that_served_the_step():
+    groups = random_groups([[6, 5, 6], [5, 6]])
+    _, forward, learning = setup()
+    forward.settings = type(forward.settings)(temperature=1.0, max_completions=1, autocast=False)
+    measured = step(learning, forward, groups)
+    _, forward, frozen = setup(DraftSettings(autocast=False, learning_rate=1e-12))
+    assert step(frozen, forward, groups)["draft/expected_acceptance_length"] == pytest.approx(
+        measured["draft/expected_acceptance_length"], abs=1e-9
+    )
+
+
+def test_the_measurement_stops_at_its_budget_of_tokens():
+    _, forward, trainer = setup(DraftSettings(autocast=False, measure_tokens=4))
+    full = random_groups([[5, 9, 9]])
+    first_only = random_groups([[5]])
+    alone = DraftTrainer(tiny_draft_head(tiny_policy()), EXACT, temperature=1.0, seed=0)
+    first_only[0] = make_group(0, full[0].prompt.token_ids, [full[0].rollouts[0].token_ids], [0.0])
+    assert step(trainer, forward, full)["draft/expected_acceptance_length"] == pytest.approx(
+        step(alone, forward, first_only)["draft/expected_acceptance_length"], abs=1e-9
+    )
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_learning_on_rollouts_raises_the_acceptance_expected_on_others(reduced):
+    model = tiny_policy()
+    forward = make_forward(model)
+    head = tiny_draft_head(model, reduced=reduced, noise=0.0)
+    settings = DraftSettings(autocast=False, learning_rate=5e-3, warmup_steps=1)
+    trainer = DraftTrainer(head, settings, temperature=1.0, seed=0)
+    training, held_out = sampled_groups(model, 8, 16, 12, seed=1), sampled_groups(model, 4, 16, 12, seed=2)
+
+    def expected_length() -> float:
+        watcher = DraftTrainer(head, DraftSettings(autocast=False, learning_rate=1e-12), temperature=1.0, seed=0)
+        return step(watcher, forward, held_out)["draft/expected_acceptance_length"]
+
+    before = expected_length()
+    losses = [step(trainer, forward, training)["draft/loss"] for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+    assert expected_length() > before + 0.03
+
+
+def test_draft_gradients_never_reach_the_policy():
+    model, forward, trainer = setup()
+    (batch,) = forward.pack(random_groups([[6, 4]]), [np.zeros(2)])
+    output = forward.run(batch, taps=trainer.taps)
+    loss = trainer.loss(batch, output, forward, build_chains(batch, [0, 1]))
+    loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in trainer.head.parameters())
+
+
+def test_the_map_of_the_draft_vocabulary_does_not_learn():
+    _, forward, trainer = setup()
+    step(trainer, forward, random_groups([[6, 4]]))
+    assert trainer.head.draft_token_ids().tolist() == DRAFT_IDS.tolist()
+
+
+def test_the_loss_of_a_rollout_does_not_depend_on_what_it_is_packed_with():
+    _, forward, trainer = setup()
+    groups = random_groups([[6, 4], [5, 3]])
+    (together,) = forward.pack(groups, [np.zeros(2)] * 2)
+    output = forward.run(together, taps=trainer.taps)
+    (alone,) = forward.pack(
+        [make_group(1, groups[1].prompt.token_ids, [groups[1].rollouts[0].token_ids], [0.0])], [np.zeros(1)]
+    )
+    got = trainer.loss(together, output, forward, build_chains(together, [2]))
+    expected = trainer.loss(alone, forward.run(alone, taps=trainer.taps), forward, build_chains(alone, [0]))
+    assert float(got) == pytest.approx(float(expected), abs=1e-9)
+
+
+def test_given_tokens_are_not_learnt():
+    _, forward, trainer = setup()
+    metrics = step(trainer, forward, [make_group(0, [1, 2], [[3, 4, 5, 6, 7]], [0.0], given=3)])
+    assert metrics["draft/tokens"] == 2
+
+
+def test_masked_rollouts_still_teach_the_drafter():
+    _, forward, trainer = setup()
+    metrics = step(trainer, forward, [make_group(0, [1, 2], [[3, 4, 5]], [0.0], masked=[True])])
+    assert metrics["draft/tokens"] == 2
+
+
+@pytest.mark.parametrize("completions", [[[]], [[3]], [[], [4]]])
+def test_rollouts_without_anything_to_draft_leave_the_head_as_it_is(completions):
+    _, forward, trainer = setup()
+    before = {name: tensor.clone() for name, tensor in trainer.head.state_dict().items()}
+    trainer.begin_step(len(completions))
+    for batch in forward.pack([make_group(0, [1, 2], completions, [0.0] * len(completions))], [np.zeros(2)]):
+        if batch.response_R.numel():
+            trainer.observe(batch, forward.run(batch, taps=trainer.taps), forward)
+    metrics = trainer.finish_step(forward)
+    assert metrics == {"draft/version": 0.0, "draft/updates": 0.0}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.head.state_dict().items())
+
+
+def test_four_rollouts_make_an_update_and_passes_repeat_it():
+    _, forward, trainer = setup(DraftSettings(autocast=False, micro_rollouts=4, passes=3))
+    metrics = step(trainer, forward, random_groups([[3] * 8]))
+    assert metrics["draft/updates"] == 6
+
+
+def test_only_the_asked_share_of_rollouts_is_learnt():
+    _, forward, trainer = setup(DraftSettings(autocast=False, token_fraction=0.25))
+    metrics = step(trainer, forward, random_groups([[5] * 8]))
+    assert metrics["draft/tokens"] == 2 * 4
+
+
+def test_the_drafter_learns_on_every_second_step_when_asked():
+    _, forward, trainer = setup(DraftSettings(autocast=False, every=2))
+    rows = [step(trainer, forward, random_groups([[4, 4]])) for _ in range(4)]
+    assert [row["draft/version"] for row in rows] == [1, 1, 2, 2]
+    assert [row["draft/updates"] for row in rows] == [1, 0, 1, 0]
+
+
+def test_the_learning_rate_warms_up():
+    _, forward, trainer = setup(DraftSettings(autocast=False, warmup_steps=4, learning_rate=1e-3))
+    rates = [step(trainer, forward, random_groups([[4, 4]]))["draft/learning_rate"] for _ in range(5)]
+    np.testing.assert_allclose(rates, [5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+
+
+def test_replay_trains_on_as_many_kept_rollouts_as_fresh_ones():
+    _, forward, trainer = setup(DraftSettings(autocast=False, replay_rollouts=6))
+    first = step(trainer, forward, random_groups([[5] * 4]))
+    second = step(trainer, forward, random_groups([[3] * 4], seed=1))
+    assert first["draft/tokens"] == 4 * 4
+    assert second["draft/tokens"] == 4 * 2 + 4 * 4
+    assert [rollout.length for rollout in trainer.replay] == [5, 5, 3, 3, 3, 3]
+
+
+def test_bf16_autocast_keeps_float32_masters():
+    model = tiny_policy(torch.float32)
+    head = tiny_draft_head(model)
+    trainer = DraftTrainer(head, DraftSettings(), temperature=1.0, seed=0)
+    metrics = step(trainer, make_forward(model, autocast=True), random_groups([[6, 5]]))
+    assert head.fc.weight.dtype is torch.float32
+    assert np.isfinite(metrics["draft/loss"])
+
+
+def test_rolling_back_undoes_a_step():
+    _, forward, trainer = setup()
+    groups = random_groups([[6, 5], [4, 4]])
+    step(trainer, forward, groups)
+    kept = {name: tensor.clone() for name, tensor in trainer.head.state_dict().items()}
+    trainer.begin_step(4, can_roll_back=True)
+    for batch in forward.pack(groups, [np.zeros(2)] * 2):
+        trainer.observe(batch, forward.run(batch, taps=trainer.taps), forward)
+    trainer.roll_back()
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in trainer.head.state_dict().items())
+    assert trainer.updates == 1

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from leadout.train.draft_loss import (
+    acceptance_of_token,
+    expected_rounds,
+    soft_cross_entropy,
+    teacher_probabilities,
+    unrolled_loss,
+)
+
+
+def test_teacher_probabilities_are_the_policys_share_of_the_draft_vocabulary():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    head = torch.randn(9, 4, generator=generator, dtype=torch.float64)
+    logits = hidden @ head.T / 0.7
+    ids = torch.tensor([1, 4, 8])
+    got = teacher_probabilities(hidden, head[ids], logits.logsumexp(-1), 0.7)
+    torch.testing.assert_close(got, logits.softmax(-1)[:, ids], rtol=0, atol=1e-12)
+
+
+def test_soft_cross_entropy_over_the_full_vocabulary_is_the_usual_one():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    teacher = torch.randn(5, 7, generator=generator, dtype=torch.float64).softmax(-1)
+    got = soft_cross_entropy(logits, teacher, 0.5)
+    torch.testing.assert_close(got, F.cross_entropy(logits / 0.5, teacher, reduction="none"), rtol=0, atol=1e-12)
+
+
+def test_with_a_reduced_vocabulary_a_position_weighs_what_can_be_drafted_there():
+    logits = torch.tensor([[0.3, -1.0]], dtype=torch.float64, requires_grad=True)
+    share = torch.tensor([[0.1, 0.3]], dtype=torch.float64)
+    soft_cross_entropy(logits, share, 1.0).sum().backward()
+    expected = 0.4 * (logits.detach().softmax(-1) - share / 0.4)
+    torch.testing.assert_close(logits.grad, expected, rtol=0, atol=1e-12)
+
+
+def test_deeper_steps_weigh_less():
+    losses = [torch.tensor([1.0, 3.0]), torch.tensor([4.0]), torch.tensor([])]
+    assert float(unrolled_loss(losses, 0.5)) == pytest.approx((2.0 + 0.5 * 4.0) / 1.5)
+
+
+def test_the_loss_of_nothing_is_zero():
+    assert float(unrolled_loss([torch.zeros(0)], 0.8)) == 0.0
+
+
+def test_acceptance_of_a_token_is_the_ratio_cut_at_one():
+    got = acceptance_of_token(torch.tensor([0.5, 0.2, 0.4]).log(), torch.tensor([0.25, 0.6, 0.0]).log())
+    torch.testing.assert_close(got, torch.tensor([0.5, 1.0, 0.0]))
+
+
+def brute_force_rounds(policy, draft, length: int, num_drafts: int) -> float:
+    """Expected rounds of an exact speculative sampler, by enumeration of every draft, acceptance and correction.
+
+    `policy(context)` and `draft(context, depth)` give distributions; a rollout has `length` tokens, the first drawn
+    from the policy outside any round.
+    """
+
+    def rounds_from(context: tuple[int, ...]) -> float:
+        if len(context) >= length:
+            return 0.0
+        return 1.0 + drafted(context, context, 0)
+
+    def drafted(context: tuple[int, ...], start: tuple[int, ...], depth: int) -> float:
+        """Expected further rounds once `depth` drafts of the round begun at `start` were accepted."""
+        if len(context) >= length:
+            return 0.0
+        p = policy(context)
+        if depth == num_drafts:
+            return sum(p[x] * rounds_from((*context, x)) for x in range(len(p)))
+        q = draft(context, depth)
+        total = 0.0
+        for d in range(len(p)):
+            if q[d] > 0:
+                total += q[d] * min(1.0, p[d] / q[d]) * drafted((*context, d), start, depth + 1)
+        residual = np.maximum(p - q, 0.0)
+        rejected = 1.0 - np.minimum(p, q).sum()
+        if rejected > 1e-15:
+            residual /= residual.sum()
+            total += rejected * sum(residual[x] * rounds_from((*context, x)) for x in range(len(p)))
+        return total
+
+    p = policy(())
+    return sum(p[x] * rounds_from((x,)) for x in range(len(p)))
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+def test_expected_rounds_equal_those_of_an_enumerated_speculative_sampler(num_drafts):
+    vocab, length = 3, 4
+    rng = np.random.default_rng(1)
+    contexts = [c for n in range(length) for c in itertools.product(range(vocab), repeat=n)]
+    policies = {context: rng.dirichlet(np.ones(vocab) * 0.7) for context in contexts}
+    drafts = {(c, depth): rng.dirichlet(np.ones(vocab) * 0.7) for c in contexts for depth in range(num_drafts)}
+    drafts[(contexts[1], 0)] = np.array([0.0, 0.5, 0.5])
+
+    expected, total = brute_force_rounds(policies.get, lambda c, d: drafts[c, d], length, num_drafts), 0.0
+    for tokens in itertools.product(range(vocab), repeat=length):
+        probability = np.prod([policies[tokens[:t]][tokens[t]] for t in range(length)])
+        accept = np.zeros((1, length, num_drafts))
+        for start in range(1, length):
+            for depth in range(min(num_drafts, length - start)):
+                t = start + depth
+                p, q = policies[tokens[:t]][tokens[t]], drafts[tokens[:t], depth][tokens[t]]
+                accept[0, start, depth] = min(1.0, q / p)
+        total += probability * expected_rounds(accept, np.array([length]))[0]
+    assert total == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_perfect_drafter_needs_one_round_for_every_four_tokens():
+    accept = np.ones((2, 9, 3))
+    assert expected_rounds(accept, np.array([9, 5])).tolist() == [2.0, 1.0]
+
+
+def test_a_hopeless_drafter_needs_one_round_per_token_after_the_first():
+    assert expected_rounds(np.zeros((1, 6, 3)), np.array([6])).tolist() == [5.0]
+
+
+def test_rollouts_of_one_token_need_no_round():
+    assert expected_rounds(np.zeros((2, 3, 3)), np.array([1, 0])).tolist() == [0.0, 0.0]
