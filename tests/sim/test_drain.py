@@ -57,9 +57,7 @@ def test_closed_form_equals_a_loop_over_rounds_across_the_graph_and_launch_kinks
     table = model(EngineTerms(max_num_seqs=16, launch_s=0.02), "eagle3").table(3, 64)
     for rows, start, rounds in ((40, 50.0, 4000), (9, 10.0, 3000), (8, 1000.0, 2000)):
         growth = 2.77
-        exact = sum(
-            float(table.at(np.array([rows]), np.array([start + growth * j]))[0]) for j in range(rounds)
-        )
+        exact = sum(float(table.at(np.array([rows]), np.array([start + growth * j]))[0]) for j in range(rounds))
         closed = table.integrate(np.array([rows]), np.array([start]), growth, np.array([float(rounds)]))
         assert float(closed[0]) == pytest.approx(exact, rel=1e-6)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import resources
 
 import numpy as np
@@ -21,7 +22,9 @@ MOE = MODELS["Qwen3-235B-A22B"]
 
 
 def report(errors: Errors) -> None:
-    print(f"{errors.name}: median {errors.median:.3f} p90 {errors.p90:.3f} worst {errors.worst:.2f} n {errors.n}")
+    sys.stdout.write(
+        f"{errors.name}: median {errors.median:.3f} p90 {errors.p90:.3f} worst {errors.worst:.2f} n {errors.n}\n"
+    )
 
 
 def test_product_rows_left_out_are_predicted():

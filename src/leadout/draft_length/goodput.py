@@ -6,9 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-def best_draft_length(
-    tokens_K: npt.NDArray[np.float64], seconds_KN: npt.NDArray[np.float64]
-) -> npt.NDArray[np.int64]:
+def best_draft_length(tokens_K: npt.NDArray[np.float64], seconds_KN: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """Index of the draft length with most expected tokens a second; the smallest wins a tie.
 
     `tokens_K`: expected tokens a row commits in a round, by candidate in ascending order. `seconds_KN`: seconds of that

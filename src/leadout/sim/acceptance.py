@@ -1,12 +1,13 @@
 """How many drafted tokens survive: laws of acceptance and what they make of a draft length.
 
 a_j is the probability that draft j is accepted given that 1..j-1 were. AL(k) = 1 + sum_i prod_{j<=i} a_j counts the
-correction or bonus token. Drift multiplies every a_j by (1 - drift)^age, age in policy versions since the drafter learnt.
+correction or bonus token. Drift multiplies every a_j by (1 - drift)^age, age in versions since the drafter learnt.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import brentq
@@ -32,7 +33,7 @@ class AcceptanceLaw:
         beyond = max(0, k - len(self.rates))
         tail = self.rates[-1] * self.decay ** np.arange(1, beyond + 1)
         rates = np.concatenate([np.array(self.rates[:k], dtype=float), tail])
-        return np.clip(rates * (1.0 - self.drift) ** age, 0.0, 1.0)
+        return np.asarray(np.clip(rates * (1.0 - self.drift) ** age, 0.0, 1.0))
 
     def length(self, k: int, age: float = 0.0) -> float:
         """AL(k): expected committed tokens of a round."""
@@ -62,7 +63,7 @@ def from_conditional(rates: list[float], decay: float = 1.0, drift: float = 0.0)
 def from_cumulative(rates: list[float], drift: float = 0.0) -> AcceptanceLaw:
     """From rates as vLLM prints them per position: share of rounds that accepted at least j drafts."""
     checked = _checked(rates, "acceptance.cumulative")
-    if any(later > earlier for earlier, later in zip(checked, checked[1:], strict=False)):
+    if any(later > earlier for earlier, later in pairwise(checked)):
         raise ConfigError(
             f"acceptance.cumulative must not increase with position (vLLM's per-position rates), got {rates}; "
             "conditional rates go under acceptance.conditional"

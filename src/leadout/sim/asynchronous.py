@@ -17,7 +17,7 @@ from leadout.records import Stage
 from leadout.sim.kernel_tables import Floats
 from leadout.sim.project import Projection, summarise
 from leadout.sim.replica import Pace, Replica, Row
-from leadout.sim.rollout_phase import RolloutPhase, draw_lengths, run_rollouts
+from leadout.sim.rollout_phase import RolloutPhase, draw_lengths
 from leadout.sim.setup import Setup
 
 MEASURED_STEPS = 6
@@ -47,7 +47,7 @@ def overlap(setup: Setup, phases: list[RolloutPhase], seconds: dict[Stage, float
     learner = learner_seconds(seconds)
     timeline = run_timeline(setup, phases, learner, seconds[Stage.REFIT])
     step = timeline.step_s
-    exposed = {stage: 0.0 for stage in Stage}
+    exposed = dict.fromkeys(Stage, 0.0)
     exposed |= {stage: seconds[stage] for stage in (Stage.REWARD, Stage.LOGPROB, Stage.TRAIN)}
     exposed[Stage.REFIT] = seconds[Stage.REFIT]
     exposed[Stage.ROLLOUT] = max(step - sum(exposed.values()), 0.0)
@@ -70,7 +70,7 @@ def run_timeline(setup: Setup, phases: list[RolloutPhase], learner: float, refit
     first = 2 * (staleness + 1)
     batches = first + 1 + max(MEASURED_STEPS, 2 * (staleness + 1))
     if setup.scenario.refit.method == "in_flight":
-        return _in_flight(setup, learner, batches, first)
+        return _Flight(setup, learner, batches, first).run()
     return _draining(setup, phases, learner, refit, batches, first)
 
 
@@ -122,82 +122,106 @@ def _rows(setup: Setup, batch: int) -> list[list[Row]]:
             fresh = not workload.prefix_cache or i // group != seen
             seen = i // group
             prompt = workload.prompt_length
-            rows.append(
-                Row(batch=batch, length=float(lengths[i]), prompt=prompt, prefill=prompt if fresh else 0.0)
-            )
+            rows.append(Row(batch=batch, length=float(lengths[i]), prompt=prompt, prefill=prompt if fresh else 0.0))
         out.append(rows)
     return out
 
 
-def _in_flight(setup: Setup, learner: float, batches: int, first: int) -> Timeline:
-    """Rows of several batches run side by side; updates do not wait for them."""
-    scenario = setup.scenario
-    staleness = scenario.pipeline.max_staleness
-    age = scenario.speculation.drafter_age if scenario.speculation is not None else 0.0
-    pace = Pace(setup.tables, setup.law, setup.k, age)
-    slots = live_slots(setup, draw_lengths(setup, 0).ravel())
-    replicas = [Replica(pace=pace, tables=setup.tables, slots=slots) for _ in range(setup.replicas)]
-    total = scenario.workload.num_prompts * scenario.workload.num_generations
-    left: dict[int, int] = {}
-    started: list[float] = []
-    made: list[int] = []
-    complete: dict[int, float] = {}
-    trained: list[float] = []
-    busy_from, update_at, now = 0.0, inf, 0.0
+class _Flight:
+    """Rows of several batches side by side; updates do not wait for them."""
 
-    def release(time: float) -> None:
-        version = len(trained)
-        while may_start(version, len(started) - version, version, staleness) and len(started) < batches + staleness:
-            rows = _rows(setup, len(started))
-            left[len(started)] = sum(len(share) for share in rows)
-            for replica, share in zip(replicas, rows, strict=True):
+    def __init__(self, setup: Setup, learner: float, batches: int, first: int) -> None:
+        scenario = setup.scenario
+        age = scenario.speculation.drafter_age if scenario.speculation is not None else 0.0
+        pace = Pace(setup.tables, setup.law, setup.k, age)
+        slots = live_slots(setup, draw_lengths(setup, 0).ravel())
+        self._setup, self._learner, self._batches, self._first = setup, learner, batches, first
+        self._staleness = scenario.pipeline.max_staleness
+        self._replicas = [Replica(pace=pace, tables=setup.tables, slots=slots) for _ in range(setup.replicas)]
+        self._left: dict[int, int] = {}
+        self._started: list[float] = []
+        self._made: list[int] = []
+        self._complete: dict[int, float] = {}
+        self._trained: list[float] = []
+        self._busy_from = 0.0
+
+    def run(self) -> Timeline:
+        """Until all batches are trained on."""
+        self._release(0.0)
+        events = [replica.next_event() for replica in self._replicas]
+        update_at = inf
+        while len(self._trained) < self._batches:
+            soonest = min(events)
+            if update_at <= soonest:
+                self._update(update_at)
+                update_at = self._next_update(update_at)
+                events = [replica.next_event() for replica in self._replicas]
+                continue
+            r = events.index(soonest)
+            self._finish(r, soonest)
+            events[r] = self._replicas[r].next_event()
+            if update_at == inf:
+                update_at = self._next_update(soonest)
+        return Timeline(
+            started=tuple(self._started[: self._batches]),
+            complete=tuple(self._complete[b] for b in range(self._batches)),
+            trained=tuple(self._trained),
+            version_made=tuple(self._made[: self._batches]),
+            busy=sum(replica.busy for replica in self._replicas) - self._busy_from,
+            first=self._first,
+        )
+
+    def _release(self, time: float) -> None:
+        """Start every batch that the admission rule allows now."""
+        version = len(self._trained)
+        while len(self._started) < self._batches + self._staleness:
+            if not may_start(version, len(self._started) - version, version, self._staleness):
+                return
+            rows = _rows(self._setup, len(self._started))
+            self._left[len(self._started)] = sum(len(share) for share in rows)
+            for replica, share in zip(self._replicas, rows, strict=True):
                 replica.advance(time)
                 replica.submit(share)
-            started.append(time)
-            made.append(version)
+            self._started.append(time)
+            self._made.append(version)
 
-    def next_update(free: float) -> float:
-        return max(complete[len(trained)], free) + learner if len(trained) in complete else inf
+    def _update(self, time: float) -> None:
+        """The learner publishes a version."""
+        self._trained.append(time)
+        if len(self._trained) - 1 == self._first:
+            for replica in self._replicas:
+                replica.advance(time)
+            self._busy_from = sum(replica.busy for replica in self._replicas)
+        if self._setup.scenario.refit.recompute_kv:
+            for replica in self._replicas:
+                replica.advance(time)
+                if replica.heap:
+                    replica.stall(self._setup.tables.prefill(len(replica.heap), replica.context))
+        self._release(time)
 
-    release(0.0)
-    events = [replica.next_event() for replica in replicas]
-    while len(trained) < batches:
-        soonest = min(events)
-        r = events.index(soonest)
-        if update_at <= soonest:
-            now = update_at
-            trained.append(now)
-            if len(trained) - 1 == first:
-                busy_from = sum(replica.busy for replica in replicas)
-            if scenario.refit.recompute_kv:
-                for replica in replicas:
-                    replica.advance(now)
-                    if replica.heap:
-                        replica.stall(setup.tables.prefill(len(replica.heap), replica.context))
-            release(now)
-            update_at = next_update(now)
-            events = [replica.next_event() for replica in replicas]
-            continue
-        now = soonest
-        for batch in replicas[r].finish(now):
-            left[batch] -= 1
-            if left[batch] == 0:
-                complete[batch] = now
-        events[r] = replicas[r].next_event()
-        if update_at == inf:
-            update_at = next_update(now)
-    assert total > 0
-    busy = sum(replica.busy for replica in replicas) - busy_from
-    return Timeline(
-        started=tuple(started[:batches]),
-        complete=tuple(complete[b] for b in range(batches)),
-        trained=tuple(trained),
-        version_made=tuple(made[:batches]),
-        busy=busy,
-        first=first,
-    )
+    def _finish(self, r: int, time: float) -> None:
+        for batch in self._replicas[r].finish(time):
+            self._left[batch] -= 1
+            if self._left[batch] == 0:
+                self._complete[batch] = time
+
+    def _next_update(self, free: float) -> float:
+        """When the learner is done with the batch it is on; infinite while it waits for rollouts."""
+        batch = len(self._trained)
+        return max(self._complete[batch], free) + self._learner if batch in self._complete else inf
 
 
-def draining_seconds(setup: Setup) -> float:
-    """One batch on the generators, draining (for comparison)."""
-    return run_rollouts(setup, draw_lengths(setup, 0)).seconds
+def flow_seconds(setup: Setup, batches: int) -> float:
+    """Seconds a batch takes when rows are replaced one by one and `batches` batches are always at work: no tail.
+
+    C = min(slots, batches x N / replicas), t = N / replicas x mean length x t(C) / C / AL.
+    """
+    lengths = draw_lengths(setup, 0).ravel()
+    share = len(lengths) / setup.replicas
+    rows = max(1, min(live_slots(setup, lengths), int(batches * share)))
+    age = setup.scenario.speculation.drafter_age if setup.scenario.speculation is not None else 0.0
+    pace = Pace(setup.tables, setup.law, setup.k, age)
+    context = setup.scenario.workload.prompt_length + float((lengths**2).sum() / (2 * lengths.sum()))
+    choice = pace.choose(rows, context)
+    round_s = pace.seconds(rows, choice, context, 1.0)
+    return share * float(lengths.mean()) * round_s / rows / pace.length(choice)

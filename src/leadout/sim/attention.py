@@ -117,7 +117,11 @@ def decode_attention(
     ratio = (bytes_per / width) if bytes_per != width else 1.0
     served = Served.SCALED if scale != 1.0 or ratio != 1.0 else Served.INTERPOLATED
     return DecodeAttention(
-        batches=tables.batches, kv_lens=tables.kv_lens, seconds=filled * scale * ratio, warm=warm * 1.0, served=served
+        batches=tables.batches,
+        kv_lens=tables.kv_lens,
+        seconds=filled * scale * ratio,
+        warm=warm.astype(float),
+        served=served,
     )
 
 
@@ -143,7 +147,7 @@ def _table(
 
 def roofline_attention(gpu: Gpu, bytes_per: float) -> DecodeAttention:
     """t0 + bytes / (u M) without a table."""
-    batches, kv_lens = 2.0 ** np.arange(12), 2.0 ** np.arange(6, 18)
+    batches, kv_lens = np.exp2(np.arange(12.0)), np.exp2(np.arange(1.0, 18.0))
     read = batches[:, None] * kv_lens[None, :] * bytes_per
     seconds = ROOFLINE_LAUNCH_S + read / (gpu.attention_fraction * gpu.hbm_bytes_per_s)
     return DecodeAttention(
@@ -159,9 +163,7 @@ def prefill_attention(gpu: Gpu, tables: KernelTables | None, heads: int, kv_head
             tokens, seconds = grid_of(row, tables.prefill_lens)
             scale = base_gpu(gpu).bf16_flops / gpu.bf16_flops
             served = Served.INTERPOLATED if scale == 1.0 else Served.SCALED
-            return Curve(
-                name="prefill attention", tokens=tokens, seconds=seconds * scale, served=served, measured=True
-            )
+            return Curve(name="prefill attention", tokens=tokens, seconds=seconds * scale, served=served, measured=True)
     flops = 2.0 * heads * head_dim * ROOFLINE_GRID**2
     seconds = flops / (0.5 * gpu.gemm_flops_fraction * gpu.bf16_flops) + gpu.kernel_floor_s
     return Curve(name="prefill attention", tokens=ROOFLINE_GRID, seconds=seconds, served=Served.ROOFLINE)

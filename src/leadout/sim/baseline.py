@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 from scipy.optimize import brentq
 from scipy.special import ndtr
 
@@ -23,7 +26,8 @@ from leadout.records import Stage
 from leadout.sim.lengths import LengthLaw
 from leadout.sim.project import Projection, project
 from leadout.sim.ranges import plain_twin, set_value
-from leadout.sim.scenario import Baseline, Scenario
+from leadout.sim.scenario import Scenario
+from leadout.sim.sections import Baseline
 from leadout.sim.setup import Workbench, resolve_gpu
 from leadout.sim.shapes import find_model
 from leadout.sim.stages import FIXED_S, default_mfu
@@ -69,7 +73,7 @@ KEYS: dict[str, tuple[str, ...]] = {
         "policy_training",
     ),
 }
-"""Log keys of each stage; those of one log that are present are added up (verl: reference and old log-probabilities)."""
+"""Log keys of each stage; verl's that are present are added up (reference and old log-probabilities)."""
 MEAN_LENGTH = ("completions/mean_length", "response_length/mean", "train/mean_gen_tokens_per_sample", "mean_gen_tokens")
 MAX_LENGTH = ("completions/max_length", "response_length/max", "max_gen_tokens")
 CLIP_RATIO = ("completions/clipped_ratio", "response_length/clip_ratio", "truncation_rate")
@@ -127,8 +131,8 @@ def read_baseline(path: Path) -> Baseline:
     rows = [row for row in rows_of(path.read_text()) if _stage_seconds(row)]
     if not rows:
         raise DataError(
-            f"--baseline: {path} holds no stage times; expected leadout metrics.jsonl, verl timing_s/*, TRL profiling/* "
-            "or NeMo RL timing lines"
+            f"--baseline: {path} holds no stage times; expected leadout metrics.jsonl, verl timing_s/*, "
+            "TRL profiling/* or NeMo RL timing lines"
         )
     rows = rows[1:] if len(rows) > 2 else rows
     seconds: dict[str, float] = {}
@@ -178,11 +182,11 @@ def fit_baseline(scenario: Scenario, baseline: Baseline, bench: Workbench | None
     scenario = _with_lengths(scenario, baseline)
     if Stage.DATA in measured:
         scenario = scenario.model_copy(update={"data_s": measured[Stage.DATA]})
-    plain = project(plain_twin(scenario), bench)
+    plain, start = project(plain_twin(scenario), bench), scenario.training
     default = default_mfu(resolve_gpu(scenario.gpu), find_model(scenario.model))
     for stage, field in ((Stage.TRAIN, "mfu"), (Stage.LOGPROB, "logprob_mfu")):
         if measured.get(stage) and plain.seconds[stage] > 0:
-            now = getattr(scenario.training, field) or scenario.training.mfu or default
+            now = getattr(start, field) or start.mfu or default
             fixed = scenario.training.extra_s if stage is Stage.TRAIN else 0.0
             work = (plain.seconds[stage] - fixed) * now
             value = float(np.clip(work / max(measured[stage] - fixed, 1e-9), 1e-3, 1.0))
@@ -199,9 +203,7 @@ def fit_baseline(scenario: Scenario, baseline: Baseline, bench: Workbench | None
         value = _fit_host(scenario, measured[Stage.ROLLOUT], bench)
         scenario = set_value(scenario, "engine.host_s", value)
         constants["engine.host_s"] = value
-    return Fitted(
-        scenario=scenario, plain=project(plain_twin(scenario), bench), measured=measured, constants=constants
-    )
+    return Fitted(scenario=scenario, plain=project(plain_twin(scenario), bench), measured=measured, constants=constants)
 
 
 def _fixed(scenario: Scenario) -> float:
@@ -239,6 +241,7 @@ def _with_lengths(scenario: Scenario, baseline: Baseline) -> Scenario:
 
 def _cv_for(mean: float, cap: float, clipped: float) -> float:
     """The CV whose law, cut at the cap, has this mean and this share at the cap."""
+
     def gap(cv: float) -> float:
         law = LengthLaw(mean=mean, cv=cv, cap=int(cap))
         return float(ndtr((law.mu - np.log(cap)) / law.sigma)) - clipped
@@ -247,3 +250,21 @@ def _cv_for(mean: float, cap: float, clipped: float) -> float:
     if gap(low) * gap(high) > 0:
         return low if abs(gap(low)) < abs(gap(high)) else high
     return float(brentq(gap, low, high, xtol=1e-6))
+
+
+def render_fit(fitted: Fitted) -> Group:
+    """Measured stages beside the fitted ones, residuals, and the constants."""
+    table = Table(title="baseline: plain steps", title_justify="left")
+    for name in ("stage", "measured s", "fitted s", "residual s"):
+        table.add_column(name, justify="left" if name == "stage" else "right")
+    for stage in Stage:
+        if stage in fitted.measured:
+            measured = fitted.measured[stage]
+            ours = fitted.plain.seconds[stage]
+            table.add_row(stage.value, f"{measured:.2f}", f"{ours:.2f}", f"{fitted.residual(stage):+.2f}")
+    values = ", ".join(f"{name} = {value:.4g}" for name, value in fitted.constants.items()) or "nothing"
+    lines = [f"fitted: {values}"]
+    host = fitted.constants.get("engine.host_s")
+    if host is not None and host in HOST_BOUNDS:
+        lines.append("host time is at its bound: kernels, lengths or rows explain the rest of the rollout stage")
+    return Group(table, *(Text(line) for line in lines))

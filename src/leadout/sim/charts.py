@@ -1,4 +1,4 @@
-"""Pictures of a projection: stacked stages, draft length against acceptance, live rows in time, GPUs against step time."""
+"""Pictures: stacked stages, draft length against acceptance, live rows in time, step time by GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from leadout.errors import CapacityError, ConfigError
 from leadout.sim.present import TABLE_NOTE, Outcome, cost_lines
 from leadout.sim.project import project
 from leadout.sim.ranges import STAGE_ORDER, plain_twin, verdict
-from leadout.sim.scenario import Acceptance, Scenario
+from leadout.sim.scenario import Scenario
+from leadout.sim.sections import Acceptance
 from leadout.sim.setup import Workbench
 
 COLOURS = ("#9aa5b1", "#c08a3e", "#2f6f9f", "#7d5a8c", "#4f8f6f", "#a34a4a")
@@ -70,7 +71,10 @@ def live_rows(outcome: Outcome) -> Figure:
     """Rows at work over the rollout stage."""
     figure = Figure(figsize=(6.4, 2.6), layout="constrained")
     axes = figure.subplots()
-    for projection, label, colour in ((outcome.plain, "plain", COLOURS[0]), (outcome.projection, "speculative", COLOURS[2])):
+    for projection, label, colour in (
+        (outcome.plain, "plain", COLOURS[0]),
+        (outcome.projection, "speculative", COLOURS[2]),
+    ):
         times, rows = projection.live_rows
         axes.plot(times, rows, label=label, color=colour)
     axes.set_xlabel("seconds of the rollout stage")
@@ -95,7 +99,9 @@ def scaling(scenario: Scenario, bench: Workbench) -> Figure:
     return figure
 
 
-def scaled_steps(scenario: Scenario, bench: Workbench, factors: Sequence[float] = (0.25, 0.5, 1, 2, 4)) -> list[tuple[int, float]]:
+def scaled_steps(
+    scenario: Scenario, bench: Workbench, factors: Sequence[float] = (0.25, 0.5, 1, 2, 4)
+) -> list[tuple[int, float]]:
     """(GPUs, step seconds) with the GPU counts multiplied; sizes that do not fit are left out."""
     out = []
     for factor in factors:
@@ -103,13 +109,9 @@ def scaled_steps(scenario: Scenario, bench: Workbench, factors: Sequence[float] 
         generating = scenario.generation.gpus * factor if scenario.generation.gpus is not None else None
         if gpus < 1 or gpus != int(gpus) or (generating is not None and generating != int(generating)):
             continue
-        section = scenario.generation.model_copy(
-            update={"gpus": int(generating) if generating is not None else None}
-        )
+        section = scenario.generation.model_copy(update={"gpus": int(generating) if generating is not None else None})
         training = scenario.training.model_copy(update={"gpus": None})
-        sized = scenario.model_copy(
-            update={"gpus": int(gpus), "generation": section, "training": training, "draws": 1}
-        )
+        sized = scenario.model_copy(update={"gpus": int(gpus), "generation": section, "training": training, "draws": 1})
         try:
             out.append((int(gpus), project(sized, bench).step_s))
         except (CapacityError, ConfigError):
@@ -140,7 +142,9 @@ def write_html(outcome: Outcome, path: Path, bench: Workbench) -> None:
     parts = [f"<h1>{html.escape(scenario.name)}</h1>", _headlines(outcome)]
     for title, figure in figures(outcome, bench).items():
         data = base64.b64encode(as_png(figure)).decode()
-        parts.append(f'<h2>{html.escape(title)}</h2><img alt="{html.escape(title)}" src="data:image/png;base64,{data}">')
+        parts.append(
+            f'<h2>{html.escape(title)}</h2><img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'
+        )
     rows = "".join(
         f"<tr><td>{html.escape(part.name)}</td><td>{part.seconds * 1e3:.3f}</td><td>{part.served.value}</td></tr>"
         for part in outcome.projection.breakdown
@@ -148,7 +152,8 @@ def write_html(outcome: Outcome, path: Path, bench: Workbench) -> None:
     parts.append(f"<h2>One round</h2><table><tr><th>operator</th><th>ms</th><th>served by</th></tr>{rows}</table>")
     settings = html.escape(scenario.model_dump_json(indent=2, exclude_defaults=True))
     parts.append(f"<h2>Scenario</h2><pre>{settings}</pre><p>{html.escape(TABLE_NOTE)}</p>")
-    style = "body{font:15px sans-serif;max-width:60em;margin:2em auto}td,th{padding:2px 12px;text-align:left}img{max-width:100%}"
+    style = "body{font:15px sans-serif;max-width:60em;margin:2em auto}td,th{padding:2px 12px;text-align:left}"
+    style += "img{max-width:100%}"
     page = f'<!doctype html><meta charset="utf-8"><title>{html.escape(scenario.name)}</title><style>{style}</style>'
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(page + "\n".join(parts))
@@ -160,7 +165,8 @@ def _headlines(outcome: Outcome) -> str:
     for name, item in outcome.ranges.items():
         widest = ", ".join(field for field, _ in item.widest)
         rows.append(
-            f"<tr><td>{name}</td><td>{item.value:.2f}</td><td>{item.low:.2f} - {item.high:.2f}</td><td>{widest}</td></tr>"
+            f"<tr><td>{name}</td><td>{item.value:.2f}</td><td>{item.low:.2f} - {item.high:.2f}</td>"
+            f"<td>{widest}</td></tr>"
         )
     head = "<tr><th>headline</th><th>value</th><th>5-95 %</th><th>widened most by</th></tr>"
     words = [html.escape(line) for line in cost_lines(outcome)]

@@ -29,7 +29,7 @@ class EngineTerms:
     host_per_row_s: float = 1.0e-5
     """o_1: more per live row."""
     draft_host_s: float = 4.0e-4
-    """h_d: host time of every sequential draft step (0.1 ms with one graph for the loop, 0.5-1.2 ms in a Python loop)."""
+    """h_d: host time of a sequential draft step (0.1 ms with one graph for the loop, 0.5-1.2 ms in a Python loop)."""
     ngram_host_per_row_s: float = 2.0e-5
     """Matching on the CPU, per row and round."""
     launch_per_layer_s: float = 6.0e-4
@@ -51,7 +51,14 @@ class EngineTerms:
     """Draft lengths differ between rows (n-gram): attention takes the fallback kernel."""
 
     def __post_init__(self) -> None:
-        for name in ("host_s", "host_per_layer_s", "host_per_row_s", "draft_host_s", "launch_per_layer_s", "sampler_passes"):
+        for name in (
+            "host_s",
+            "host_per_layer_s",
+            "host_per_row_s",
+            "draft_host_s",
+            "launch_per_layer_s",
+            "sampler_passes",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"engine.{name} must be >= 0, got {getattr(self, name)}")
         if self.kernel_scale <= 0:

@@ -28,9 +28,7 @@ def touched(experts: int, per_token: int, tokens: Floats) -> Floats:
     return experts * (1.0 - (1.0 - per_token / experts) ** tokens)
 
 
-def roofline(
-    gpu: Gpu, dtype: str, shape: ModelShape, tp: int, ep: int, routing: str, tokens: Floats
-) -> Floats:
+def roofline(gpu: Gpu, dtype: str, shape: ModelShape, tp: int, ep: int, routing: str, tokens: Floats) -> Floats:
     """Seconds of one expert layer without a table."""
     memory, compute = gpu.fractions(dtype)
     weights = shape.expert_params / tp * DTYPE_BYTES[dtype] / (memory * gpu.hbm_bytes_per_s)
@@ -86,9 +84,7 @@ def _measured(
     tries = [(gpu.table, family, base_gpu(gpu)), (gpu.table, "default", base_gpu(gpu))]
     if gpu.table in ("gb200", "b200_sxm"):
         b200 = base_gpu_of("b200_sxm")
-        tries = (
-            [("b200_sxm", "triton", b200), *tries] if family == "triton" else [*tries, ("b200_sxm", "triton", b200)]
-        )
+        tries = [("b200_sxm", "triton", b200), *tries] if family == "triton" else [*tries, ("b200_sxm", "triton", b200)]
     for system, kernel, source in tries:
         row = tables.moe.get(table_key(system, known, kernel, shape, tp, ep, routing))
         if row is not None:

@@ -139,6 +139,7 @@ def build_forward(shape: ModelShape, layout: Layout) -> Forward:
 
 def _attention_products(shape: ModelShape, products: GemmModel, tp: int) -> list[Operator]:
     h, d = shape.hidden, shape.head_dim
+    widths: tuple[tuple[int, int], ...]
     if shape.latent:
         rope = shape.latent - 512
         widths = (

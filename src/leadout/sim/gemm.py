@@ -2,7 +2,8 @@
 
 t(m; n, k) = max(n k b / (u_m M), 2 m n k / (u_f F)) + t_0 is the roofline: n outputs, k inputs, m rows, b bytes a
 weight, M bytes/s, F FLOP/s. Utilisation of a measured row is roofline / measured; an unmeasured (n, k) takes the mean
-of its three nearest measured shapes' utilisations at the same m, weighted by inverse squared distance in (log n, log k).
+of its three nearest measured shapes' utilisations at the same m, weighted by inverse squared distance in (log n,
+log k).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ named with constants overridden (then table rows are scaled by the ratio of roof
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from leadout.errors import ConfigError
 
@@ -54,7 +55,7 @@ class Gpu:
         return self.gemm_memory_fraction, self.gemm_flops_fraction
 
 
-_HOPPER = {
+_HOPPER: dict[str, Any] = {
     "bf16_flops": 989e12,
     "fp8_flops": 1979e12,
     "l2_bytes": 50e6,
@@ -68,7 +69,7 @@ _HOPPER = {
     "fp8_flops_fraction": 0.63,
     "attention_fraction": 0.91,
 }
-_BLACKWELL = {
+_BLACKWELL: dict[str, Any] = {
     "l2_bytes": 126e6,
     "nvlink_bytes_per_s": 900e9,
     "network_bytes_per_s": 50e9,
@@ -98,8 +99,8 @@ GPUS: dict[str, Gpu] = {
         fp8_flops_fraction=0.82,
         attention_fraction=0.88,
     ),
-    "H100": Gpu(name="H100", table="h100_sxm", hbm_bytes=80e9, hbm_bytes_per_s=3.35e12, **_HOPPER),  # type: ignore[arg-type]
-    "H200": Gpu(name="H200", table="h200_sxm", hbm_bytes=141e9, hbm_bytes_per_s=4.8e12, **_HOPPER),  # type: ignore[arg-type]
+    "H100": Gpu(name="H100", table="h100_sxm", hbm_bytes=80e9, hbm_bytes_per_s=3.35e12, **_HOPPER),
+    "H200": Gpu(name="H200", table="h200_sxm", hbm_bytes=141e9, hbm_bytes_per_s=4.8e12, **_HOPPER),
     "B200": Gpu(
         name="B200",
         table="b200_sxm",
@@ -109,7 +110,7 @@ GPUS: dict[str, Gpu] = {
         hbm_bytes_per_s=7.7e12,
         nvlink_domain=8,
         host_bytes_per_s=64e9,
-        **_BLACKWELL,  # type: ignore[arg-type]
+        **_BLACKWELL,
     ),
     "GB200": Gpu(
         name="GB200",
@@ -120,7 +121,7 @@ GPUS: dict[str, Gpu] = {
         hbm_bytes_per_s=8.0e12,
         nvlink_domain=72,
         host_bytes_per_s=450e9,
-        **_BLACKWELL,  # type: ignore[arg-type]
+        **_BLACKWELL,
     ),
 }
 """Built-in GPUs by name."""
@@ -144,5 +145,7 @@ def override(base: Gpu, constants: dict[str, float]) -> Gpu:
             raise ConfigError(f"gpu.{name} is not a constant of a GPU; known: {', '.join(CONSTANTS)}")
         if value <= 0:
             raise ConfigError(f"gpu.{name} must be > 0, got {value}")
-    typed = {name: int(value) if name == "nvlink_domain" else float(value) for name, value in constants.items()}
-    return replace(base, **typed)  # type: ignore[arg-type]
+    typed: dict[str, Any] = {
+        name: int(value) if name == "nvlink_domain" else float(value) for name, value in constants.items()
+    }
+    return replace(base, **typed)

@@ -58,8 +58,8 @@ class LengthLaw:
     def quantile(self, u: Floats) -> Floats:
         """Lengths at these levels, at least one token."""
         if self.samples is not None:
-            return np.clip(np.quantile(self.samples, u, method="hazen"), 1, self.cap)
-        return np.clip(np.rint(np.exp(self.mu + self.sigma * ndtri(u))), 1, self.cap)
+            return np.asarray(np.clip(np.quantile(self.samples, u, method="hazen"), 1, self.cap))
+        return np.asarray(np.clip(np.rint(np.exp(self.mu + self.sigma * ndtri(u))), 1, self.cap))
 
     def draw(self, prompts: int, generations: int, seed: int) -> Floats:
         """Lengths [prompts, generations], whole tokens."""
@@ -70,7 +70,7 @@ class LengthLaw:
         z = np.sqrt(rho) * shared + np.sqrt(1.0 - rho) * own
         if self.samples is not None:
             return np.asarray(np.rint(self.quantile(ndtr(z))), dtype=float)
-        return np.clip(np.rint(np.exp(self.mu + self.sigma * z)), 1, self.cap)
+        return np.asarray(np.clip(np.rint(np.exp(self.mu + self.sigma * z)), 1, self.cap))
 
 
 def cut_mean(mu: float, sigma: float, cap: float) -> float:
@@ -80,7 +80,7 @@ def cut_mean(mu: float, sigma: float, cap: float) -> float:
 
 
 def read_lengths(path: Path) -> Floats:
-    """Lengths from a JSONL file: rows with `length`, `completion_length`, `response_length` or `token_ids`; or numbers."""
+    """Lengths from JSON lines: numbers, or rows with `length`, `completion_length`, `response_length`, `token_ids`."""
     if not path.is_file():
         raise DataError(f"lengths.file: no such file {path}")
     found: list[float] = []

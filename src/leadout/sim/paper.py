@@ -20,7 +20,7 @@ from leadout.sim.generate import generate, make_tables
 from leadout.sim.kernel_tables import Floats
 from leadout.sim.rollout_phase import draw_lengths, run_rollouts
 from leadout.sim.scenario import Scenario, parse
-from leadout.sim.setup import Setup, prepare
+from leadout.sim.setup import Setup, engine_terms, prepare
 from leadout.sim.step_model import StepModel
 
 WORKLOADS = ("Think", "Zero")
@@ -45,8 +45,8 @@ LENGTH = {
 }
 """Acceptance lengths (inputs)."""
 LAWS = {"Think": {"mean": 5000.0, "cv": 0.55}, "Zero": {"mean": 1300.0, "cv": 1.0}}
-"""Assumed lengths. The CVs are the defaults for thinking and base models; the two means were chosen among 24 pairs after
-seeing the targets (docs/simulator.md prints what the other pairs give)."""
+"""Assumed lengths. The CVs are the defaults for thinking and base models; the two means were chosen among 24 pairs
+after seeing the targets (docs/simulator.md prints what other pairs give)."""
 STAGES = {
     "Think": {"data": 0.3, "refit": 2.1, "rollout": 133.6, "logprob": 17.9, "train": 31.4},
     "Zero": {"data": 0.2, "refit": 1.9, "rollout": 100.0, "logprob": 17.8, "train": 31.3},
@@ -149,7 +149,7 @@ def scenario(
             },
             "engine": dict(engine),
             "speculation": speculation,
-            "training": {"packed": False, "mfu": 0.33},
+            "training": {"packed": False, "mfu": 0.33, "recompute_activations": False},
             "draws": 1,
         }
     )
@@ -173,12 +173,8 @@ class PaperRuns:
     def seconds(self, workload: str, k: int, engine: Mapping[str, float], length: float | None = None) -> float:
         """Generation seconds of a run under these engine constants; `length` replaces the acceptance length."""
         setup = self._setups[workload, k]
-        section = setup.scenario.model_copy(
-            update={"engine": setup.scenario.engine.model_validate({**engine, "max_num_seqs": engine["max_num_seqs"]})}
-        )
-        from leadout.sim.setup import engine_terms
-
-        terms = engine_terms(section)
+        section = setup.scenario.engine.model_validate(dict(engine))
+        terms = engine_terms(setup.scenario.model_copy(update={"engine": section}))
         model: StepModel = replace(setup.model, engine=terms)
         law = from_mean_length(length if length is not None else LENGTH[workload, k], k) if k else None
         intervals, owner = self._intervals[workload]
@@ -217,9 +213,7 @@ def evaluate(preset: Preset, runs: PaperRuns, constants: Mapping[str, float], ta
     engine = {**preset.engine, **constants}
     plain = {name: runs.seconds(name, 0, engine) for name in WORKLOADS}
     speedup = {(name, k): plain[name] / runs.seconds(name, k, engine) for name, k in SPEEDUP}
-    return Fit(
-        preset=preset, engine=engine, constants=dict(constants), targets=targets, plain=plain, speedup=speedup
-    )
+    return Fit(preset=preset, engine=engine, constants=dict(constants), targets=targets, plain=plain, speedup=speedup)
 
 
 def fit(preset: Preset, runs: PaperRuns, cells: Sequence[tuple[str, int]] = tuple(SPEEDUP)) -> Fit:

@@ -20,14 +20,15 @@ from leadout.errors import CapacityError, ConfigError
 from leadout.records import Stage
 from leadout.sim.project import Projection, project
 from leadout.sim.ranges import NO_DIFFERENCE, active_inputs, between, set_value
-
-from leadout.sim.scenario import Pipeline, Scenario, Speculation
+from leadout.sim.scenario import Scenario
+from leadout.sim.sections import Pipeline, Speculation
 from leadout.sim.setup import Workbench
 
 TENSOR_PARALLEL = (1, 2, 4, 8, 16)
 DRAFT_LENGTHS: tuple[int | str, ...] = (0, 1, 3, 5, 7, "auto")
 SHARES = (0.5, 0.625, 0.75, 0.875)
 PAIRED_DRAWS = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
@@ -64,6 +65,7 @@ class Candidate:
         scenario = self.scenario
         return (scenario.pipeline.max_staleness, int(scenario.separate), int(scenario.speculation is not None))
 
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
     """What the search recommends."""
@@ -77,6 +79,7 @@ class Plan:
     refused: int
     """Layouts that do not fit or do not divide the model."""
     reasons: tuple[str, ...]
+
 
 def plan(scenario: Scenario, max_lag: int = 2) -> Plan:
     """Search; raises CapacityError when nothing fits."""
@@ -111,11 +114,13 @@ def plan(scenario: Scenario, max_lag: int = 2) -> Plan:
         reasons=tuple(_reasons(best, tried)),
     )
 
+
 def _with_k(scenario: Scenario, k: int | str) -> Scenario:
     if k == 0:
         return scenario.model_copy(update={"speculation": None})
     section = scenario.speculation or Speculation()
     return scenario.model_copy(update={"speculation": section.model_copy(update={"num_speculative_tokens": k})})
+
 
 def _colocated(scenario: Scenario) -> Iterable[Scenario]:
     for tp in TENSOR_PARALLEL:
@@ -131,6 +136,7 @@ def _colocated(scenario: Scenario) -> Iterable[Scenario]:
             }
         )
         yield from (_with_k(shared, k) for k in DRAFT_LENGTHS)
+
 
 def _separate(scenario: Scenario, layouts: list[Candidate], max_lag: int) -> Iterable[Scenario]:
     if not layouts or scenario.gpus < 2:
@@ -157,17 +163,20 @@ def _separate(scenario: Scenario, layouts: list[Candidate], max_lag: int) -> Ite
             for length in dict.fromkeys((k, 0)):
                 yield _with_k(base, length)
 
+
 def _try(scenario: Scenario, bench: Workbench) -> Candidate | None:
     try:
         return Candidate(projection=project(scenario, bench))
     except (CapacityError, ConfigError):
         return None
 
+
 def _runner_up(tried: list[Candidate]) -> Candidate:
     """The best one that differs in placement, lag, or in drafting at all (else the second)."""
     best = tried[0]
     others = [item for item in tried[1:] if item.complexity != best.complexity]
     return others[0] if others else tried[min(1, len(tried) - 1)]
+
 
 def _paired(one: Scenario, other: Scenario, bench: Workbench) -> tuple[float, float, float]:
     """5 %, middle, 95 % of other's step over one's, both under the same draws of the inputs."""
@@ -187,6 +196,7 @@ def _paired(one: Scenario, other: Scenario, bench: Workbench) -> tuple[float, fl
             ratios.append(pair[1].step_s / pair[0].step_s)
     low, middle, high = np.quantile(ratios, (0.05, 0.5, 0.95)) if ratios else (1.0, 1.0, 1.0)
     return float(low), float(middle), float(high)
+
 
 def _reasons(best: Candidate, tried: list[Candidate]) -> list[str]:
     projection = best.projection
@@ -214,10 +224,12 @@ def _reasons(best: Candidate, tried: list[Candidate]) -> list[str]:
         )
     return out
 
+
 def _differs_only_in_k(one: Scenario, other: Scenario) -> bool:
     return (
         one.generation == other.generation and one.pipeline == other.pipeline and one.speculation != other.speculation
     )
+
 
 def conclusion(found: Plan) -> str:
     """How sure the choice is."""
@@ -225,6 +237,7 @@ def conclusion(found: Plan) -> str:
     if low <= 1.0 <= high:
         return f"runner-up against best: {middle:.2f}x the step ({low:.2f} - {high:.2f}): {NO_DIFFERENCE}"
     return f"runner-up against best: {middle:.2f}x the step ({low:.2f} - {high:.2f})"
+
 
 def render_plan(found: Plan) -> Group:
     """The recommendation for a terminal."""
@@ -246,6 +259,7 @@ def render_plan(found: Plan) -> Group:
         f"{len(found.tried)} layouts projected, {found.refused} refused (memory, or do not divide the model)",
     ]
     return Group(table, *(Text(line) for line in lines))
+
 
 def plan_json(found: Plan) -> dict[str, object]:
     """The recommendation, JSON-serialisable."""

@@ -170,9 +170,7 @@ def render(outcome: Outcome) -> Group:
         lines.append(f"preemption: {projection.recomputed_tokens:,.0f} tokens prefilled again a step")
     shares = ", ".join(f"{path.value} {share:.0%}" for path, share in served_shares(projection).items())
     lines += [f"round served by: {shares}", TABLE_NOTE]
-    return Group(
-        stage_table(outcome), range_table(outcome), round_table(projection), *(Text(line) for line in lines)
-    )
+    return Group(stage_table(outcome), range_table(outcome), round_table(projection), *(Text(line) for line in lines))
 
 
 def exposed_order(projection: Projection) -> list[tuple[Stage, float]]:

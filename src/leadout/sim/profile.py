@@ -6,6 +6,7 @@ below. Seconds are interpolated linearly in rows and in context, and go on with 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +35,7 @@ class RoundGrid(BaseModel):
 
     @model_validator(mode="after")
     def _shape(self) -> RoundGrid:
-        ascending = all(a < b for axis in (self.rows, self.contexts) for a, b in zip(axis, axis[1:], strict=False))
+        ascending = all(a < b for axis in (self.rows, self.contexts) for a, b in pairwise(axis))
         if not ascending or len(self.rows) < 1 or len(self.contexts) < 2:
             raise ValueError("rows and contexts must ascend, with two contexts at least")
         if len(self.seconds) != len(self.rows) or any(len(line) != len(self.contexts) for line in self.seconds):
@@ -81,7 +82,9 @@ class Profile(BaseModel):
             known = ", ".join(f"{g.method} k={g.k}" for g in self.rounds)
             raise ConfigError(f"the profile has no rounds of {wanted} at k={k}; it has {known}")
         rows = np.arange(1, max_batch + 1, dtype=float)
-        seconds = np.stack([_linear(rows, np.array(grid.rows, float), column) for column in np.array(grid.seconds).T], 1)
+        seconds = np.stack(
+            [_linear(rows, np.array(grid.rows, float), column) for column in np.array(grid.seconds).T], 1
+        )
         contexts = np.broadcast_to(np.array(grid.contexts, float), seconds.shape)
         return StepTable(contexts=contexts, seconds=seconds)
 

@@ -82,7 +82,9 @@ def project(scenario: Scenario, bench: Workbench | None = None) -> Projection:
     """Project a scenario; raises ConfigError or CapacityError with one line when it cannot run."""
     setup = prepare(scenario, bench)
     phases = [run_rollouts(setup, draw_lengths(setup, draw)) for draw in range(scenario.draws)]
-    seconds = {stage: float(np.mean([other[stage] for other in (stage_seconds(setup, p) for p in phases)])) for stage in Stage}
+    seconds = {
+        stage: float(np.mean([other[stage] for other in (stage_seconds(setup, p) for p in phases)])) for stage in Stage
+    }
     if scenario.pipeline.mode == "async":
         from leadout.sim.asynchronous import overlap
 
@@ -118,7 +120,11 @@ def summarise(
         for p in phases
     )
     drafted = sum(
-        float((p.generation.k_N * p.generation.intervals.rows_N * p.generation.intervals.span_N / p.generation.length_N).sum())
+        float(
+            (
+                p.generation.k_N * p.generation.intervals.rows_N * p.generation.intervals.span_N / p.generation.length_N
+            ).sum()
+        )
         for p in phases
     )
     lengths = np.concatenate([phase.lengths.ravel() for phase in phases])

@@ -8,7 +8,7 @@ at a time from end to end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ INPUTS = (
     Input(field="workload.lengths.mean", low=0.9, high=1.1, relative=True, source="assumed"),
     Input(field="workload.lengths.cv", low=0.75, high=1.3, relative=True, source="published laws: .52-.67 thinking"),
     Input(field="speculation.acceptance_scale", low=0.96, high=1.04, source="drafts of one model differ by 10 %"),
+    Input(field="speculation.draft_vocab", low=32000, high=0, source="some drafters keep the policy's vocabulary"),
     Input(field="training.mfu", low=0.75, high=1.3, relative=True, source="starting points .35-.45, .25-.35"),
     Input(field="refit.fixed_s", low=0.5, high=3.0, source="published refits of one model differ by 2"),
 )
@@ -69,11 +70,13 @@ def get_value(scenario: Scenario, dotted: str) -> Any:
 
 
 def set_value(scenario: Scenario, dotted: str, value: object) -> Scenario:
-    """Copy of the scenario with one dotted field replaced."""
+    """Copy of the scenario with one dotted field replaced; whole-number fields take the nearest one."""
 
     def replaced(node: BaseModel, parts: list[str]) -> BaseModel:
         head, *rest = parts
-        inner = value if not rest else replaced(getattr(node, head), rest)
+        present = getattr(node, head)
+        new = round(value) if isinstance(present, int) and isinstance(value, float) else value
+        inner = new if not rest else replaced(present, rest)
         return node.model_copy(update={head: inner})
 
     out = replaced(scenario, dotted.split("."))
@@ -90,6 +93,11 @@ def active_inputs(scenario: Scenario) -> list[Input]:
             value = default_mfu(resolve_gpu(scenario.gpu), find_model(scenario.model))
         if item.field.startswith("speculation.") and scenario.speculation is None:
             continue
+        if item.field == "speculation.draft_vocab":
+            section = scenario.speculation
+            if section is None or section.method != "eagle3" or section.draft_vocab is not None:
+                continue
+            item = replace(item, high=float(find_model(scenario.model).vocab))
         if item.field.startswith("workload.lengths") and scenario.workload.lengths.file is not None:
             continue
         if item.field == "refit.fixed_s" and scenario.refit.method == "in_flight":
@@ -186,7 +194,9 @@ def _range(
 
 
 def between(item: Input, u: float, scenario: Scenario) -> float:
-    """The value at level u of an input's range: logarithmic where the range is positive."""
+    """The value at level u of an input's range: logarithmic where the range is positive, one of two vocabularies."""
+    if item.field == "speculation.draft_vocab":
+        return round(item.low if u < 0.5 else item.high)
     value = float(item.low * (item.high / item.low) ** u) if item.low > 0 else item.low + u * (item.high - item.low)
     if item.field == "workload.lengths.mean":
         return min(value, 0.97 * scenario.workload.lengths.cap)

@@ -69,7 +69,12 @@ def run_rollouts(setup: Setup, lengths: Floats) -> RolloutPhase:
     generation = generate(whole, setup.tables, setup.law, setup.k, age)
     cost = generation.decode_s_N + generation.prefill_s_N
     seconds = np.bincount(owner, weights=cost, minlength=setup.replicas)
-    return RolloutPhase(lengths=lengths, replica_seconds_R=seconds, generation=generation, replica_N=owner * 1.0)
+    return RolloutPhase(
+        lengths=lengths,
+        replica_seconds_R=np.asarray(seconds, dtype=float),
+        generation=generation,
+        replica_N=owner.astype(float),
+    )
 
 
 def concatenate(parts: Sequence[Intervals]) -> tuple[Intervals, np.ndarray[tuple[int], np.dtype[np.int64]]]:

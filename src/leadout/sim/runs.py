@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from leadout.clock import SimulatedClock
 from leadout.errors import DataError
 from leadout.records import Stage
 from leadout.sim.kernel_tables import Floats
-from leadout.sim.rollout_phase import draw_lengths, run_rollouts
 from leadout.sim.project import stage_seconds
+from leadout.sim.rollout_phase import draw_lengths, run_rollouts
 from leadout.sim.scenario import Scenario, load
 from leadout.sim.setup import Workbench, prepare
 
@@ -48,10 +49,14 @@ def write_run(scenario: Scenario, folder: Path, steps: int = 1) -> None:
     """Run a synchronous scenario on its simulated clock and leave a folder like a real run's."""
     folder.mkdir(parents=True, exist_ok=True)
     setup = prepare(scenario)
+    clock = SimulatedClock()
     metrics, rollouts = [], []
     for step in range(1, steps + 1):
         phase = run_rollouts(setup, draw_lengths(setup, step - 1))
-        seconds = stage_seconds(setup, phase)
+        for stage, duration in stage_seconds(setup, phase).items():
+            with clock.stage(stage):
+                clock.advance(duration)
+        seconds = clock.finish_step()
         row: dict[str, float] = {"step": step, "version": step - 1}
         row |= {f"seconds/{stage.value}": value for stage, value in seconds.items()}
         row["seconds/total"] = sum(seconds.values())
@@ -119,7 +124,9 @@ def _step(step: int, metrics: Mapping[str, Any], rows: list[Mapping[str, Any]], 
     total = sum(drafted.values())
     return RecordedStep(
         step=step,
-        seconds={stage: float(metrics[f"seconds/{stage.value}"]) for stage in Stage if f"seconds/{stage.value}" in metrics},
+        seconds={
+            stage: float(metrics[f"seconds/{stage.value}"]) for stage in Stage if f"seconds/{stage.value}" in metrics
+        },
         lengths=np.array(lengths),
         prompts=np.array(prompts),
         rounds=np.array(rounds),

@@ -18,7 +18,8 @@ from leadout.sim.hardware import CONSTANTS, Gpu, find_gpu, override
 from leadout.sim.kernel_tables import KernelTables, shipped_tables
 from leadout.sim.lengths import LengthLaw, read_lengths
 from leadout.sim.memory import Memory, check_memory
-from leadout.sim.scenario import Scenario, Speculation
+from leadout.sim.scenario import Scenario
+from leadout.sim.sections import Speculation
 from leadout.sim.shapes import DraftShape, ModelShape, draft_shape, find_model
 from leadout.sim.step_model import StepModel, build_step_model
 
@@ -93,9 +94,7 @@ def resolve_gpu(value: str | Mapping[str, float | str]) -> Gpu:
     if missing:
         raise ConfigError(f"gpu: name a `base` ({', '.join(('A100', 'H100'))}, …) or give all of: {', '.join(missing)}")
     blank = override(find_gpu("H100"), constants)
-    return Gpu(
-        name=str(given.get("name", "custom")), table=None, **{name: getattr(blank, name) for name in CONSTANTS}
-    )
+    return Gpu(name=str(given.get("name", "custom")), table=None, **{name: getattr(blank, name) for name in CONSTANTS})
 
 
 def resolve_tables(name: str) -> KernelTables | None:
@@ -118,8 +117,23 @@ def engine_terms(scenario: Scenario) -> EngineTerms:
         fallback_factor=section.attention_fallback_factor,
     )
     names = (
-        *("host_s", "host_per_layer_s", "host_per_row_s", "draft_host_s", "ngram_host_per_row_s", "launch_per_layer_s", "launch_s"),
-        *("sampler_passes", "kernel_scale", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager"),
+        *(
+            "host_s",
+            "host_per_layer_s",
+            "host_per_row_s",
+            "draft_host_s",
+            "ngram_host_per_row_s",
+            "launch_per_layer_s",
+            "launch_s",
+        ),
+        *(
+            "sampler_passes",
+            "kernel_scale",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "gpu_memory_utilization",
+            "enforce_eager",
+        ),
         "cudagraph_capture_sizes",
     )
     return EngineTerms(attention=growth, **{name: getattr(section, name) for name in names})
@@ -144,15 +158,11 @@ def length_law(scenario: Scenario) -> LengthLaw:
     """The length law of the workload."""
     section = scenario.workload.lengths
     if section.file is None:
-        return LengthLaw(
-            mean=section.mean, cv=section.cv, cap=section.cap, group_correlation=section.group_correlation
-        )
+        return LengthLaw(mean=section.mean, cv=section.cv, cap=section.cap, group_correlation=section.group_correlation)
     samples = np.minimum(read_lengths(section.file), section.cap)
     mean = float(samples.mean())
     cv = float(samples.std() / mean)
-    return LengthLaw(
-        mean=mean, cv=cv, cap=section.cap, group_correlation=section.group_correlation, samples=samples
-    )
+    return LengthLaw(mean=mean, cv=cv, cap=section.cap, group_correlation=section.group_correlation, samples=samples)
 
 
 def draft_choices(section: Speculation | None) -> int | tuple[int, ...]:
@@ -207,8 +217,8 @@ def prepare(scenario: Scenario, bench: Workbench | None = None) -> Setup:
     longest = law.cap + scenario.workload.prompt_length
     if memory.cache_tokens < longest:
         raise CapacityError(
-            f"workload.lengths.cap: the cache holds {memory.cache_tokens:.0f} tokens, a rollout may need {longest:.0f}; "
-            "lower the cap or raise generation.tensor_parallel"
+            f"workload.lengths.cap: the cache holds {memory.cache_tokens:.0f} tokens, a rollout may need "
+            f"{longest:.0f}; lower the cap or raise generation.tensor_parallel"
         )
     per_rank = -(-rollouts_per_step(scenario) // (scenario.generation_gpus // layout.tensor_parallel))
     lagged = per_rank * (scenario.pipeline.max_staleness + 1)

@@ -135,9 +135,7 @@ class DraftShape:
 
 
 def _dense(name: str, layers: int, hidden: int, heads: int, ffn: int, tied: bool, vocab: int = 151936) -> ModelShape:
-    return ModelShape(
-        name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, vocab=vocab, tied=tied
-    )
+    return ModelShape(name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, vocab=vocab, tied=tied)
 
 
 _BUILT_IN = (
@@ -246,7 +244,7 @@ def from_hf_config(config: Mapping[str, object], name: str) -> ModelShape:
 
 
 def draft_shape(method: str, target: ModelShape, vocab: int | None = None, model: str | None = None) -> DraftShape:
-    """The drafter a method uses with `target`: one layer of the target's widths, draft vocabulary 32,000 for EAGLE-3."""
+    """The drafter a method uses with `target`: one layer of its widths; EAGLE-3 has a vocabulary of 32,000."""
     if method == "ngram":
         return DraftShape(method=method, model=None)
     if method == "small_model":

@@ -174,7 +174,14 @@ def inter_token_points() -> list[Point]:
 
 
 def step_model(
-    name: str, gpu: str, dtype: str, *, tp: int = 1, ep: int = 1, kv: str = "bfloat16", engine: EngineTerms | None = None
+    name: str,
+    gpu: str,
+    dtype: str,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    kv: str = "bfloat16",
+    engine: EngineTerms | None = None,
 ) -> StepModel:
     """A replica of a built-in model on measured kernels."""
     layout = Layout(
