@@ -44,3 +44,10 @@ def test_dotted_fields_are_read_and_replaced():
     scenario = set_value(small(), "workload.lengths.mean", 700.0)
     assert get_value(scenario, "workload.lengths.mean") == 700.0
     assert get_value(small(), "speculation.acceptance_scale") is None
+
+
+def test_a_constant_the_scenario_states_ranges_around_its_value():
+    found = {item.field: item for item in active_inputs(small(*EAGLE, "engine.draft_host_s=0.003"))}
+    assert found["engine.draft_host_s"].low == pytest.approx(0.0027)
+    assert found["engine.draft_host_s"].high == pytest.approx(0.00333)
+    assert found["engine.attention_per_draft"].low == 0.05

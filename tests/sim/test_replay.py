@@ -10,9 +10,11 @@ import pytest
 from leadout.errors import ConfigError, DataError
 from leadout.records import Stage
 from leadout.sim.profile import Profile, load_profile
+from leadout.sim.project import project
 from leadout.sim.replay import Cell, judge, read_cells, replay_step
 from leadout.sim.replay_report import replay_report
 from leadout.sim.runs import RecordedStep
+from tests.sim.scenarios import small
 
 
 def profile() -> Profile:
@@ -109,3 +111,17 @@ def test_predictions_are_scaled_by_the_probes(tmp_path):
     (found,) = read_cells(path, profile())
     assert found.stage_errors[Stage.ROLLOUT] == pytest.approx(0.0, abs=1e-12)
     assert found.speedup_error == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_calibrated_machine_can_be_projected(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(profile().model_dump_json())
+    scenario = small(
+        *("gpus=1", f"profile={path}", "workload.num_prompts=1", "workload.num_generations=2"),
+        *("workload.lengths={mean: 5, cv: 0, cap: 8}", "workload.prompt_length=10"),
+    )
+    projection = project(scenario)
+    by_hand = sum(0.012 + 1e-6 * (11 + j) for j in range(4))
+    assert projection.rollout_s == pytest.approx(by_hand, rel=1e-12)
+    assert projection.seconds[Stage.TRAIN] == pytest.approx(1.0 + 1e-3 * 30)
+    assert [part.served.value for part in projection.breakdown] == ["calibrated"]

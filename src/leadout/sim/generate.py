@@ -7,6 +7,7 @@ and context in front of it, k = 0 included.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from leadout.draft_length.goodput import best_draft_length
 from leadout.sim.acceptance import AcceptanceLaw
 from leadout.sim.drain import Intervals
 from leadout.sim.kernel_tables import Floats
-from leadout.sim.step_model import Ints, StepModel, StepTable
+from leadout.sim.step_model import Ints, Part, StepTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,11 +50,27 @@ class Generation:
         return float((self.intervals.span_N / self.length_N).sum())
 
 
+class RoundModel(Protocol):
+    """What makes step tables: kernels and engine terms, or a calibrated machine."""
+
+    def table(self, k: int, max_batch: int) -> StepTable:
+        """Rounds with k drafts a row for 1..max_batch rows."""
+        ...
+
+    def prefill_seconds(self, prompts: int, tokens: float) -> float:
+        """Seconds of prefilling that many tokens of that many prompts."""
+        ...
+
+    def breakdown(self, k: int, batch: int, context: float) -> list[Part]:
+        """One round by operator, with the path that served each."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Tables:
     """Step tables of one model, made once for each draft length."""
 
-    model: StepModel
+    model: RoundModel
     max_batch: int
     made: dict[int, StepTable]
     prefills: dict[tuple[int, float], float]
@@ -72,7 +89,7 @@ class Tables:
         return self.prefills[key]
 
 
-def make_tables(model: StepModel, max_batch: int) -> Tables:
+def make_tables(model: RoundModel, max_batch: int) -> Tables:
     """Empty cache of step tables."""
     return Tables(model=model, max_batch=max_batch, made={}, prefills={})
 

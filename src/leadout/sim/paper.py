@@ -175,7 +175,8 @@ class PaperRuns:
         setup = self._setups[workload, k]
         section = setup.scenario.engine.model_validate(dict(engine))
         terms = engine_terms(setup.scenario.model_copy(update={"engine": section}))
-        model: StepModel = replace(setup.model, engine=terms)
+        assert isinstance(setup.model, StepModel)
+        model = replace(setup.model, engine=terms)
         law = from_mean_length(length if length is not None else LENGTH[workload, k], k) if k else None
         intervals, owner = self._intervals[workload]
         run = generate(intervals, make_tables(model, 64), law, k)

@@ -142,7 +142,9 @@ def range_table(outcome: Outcome) -> Table:
 def round_table(projection: Projection) -> Table:
     """One round by operator."""
     rows, context, k = projection.breakdown_at
-    table = Table(title=f"one round: {rows} rows, mean context {context:.0f}, k = {k}", title_justify="left")
+    table = Table(
+        title=f"one round: {rows} rows, mean context {context:.0f}, k = {k}", title_justify="left", min_width=64
+    )
     for name in ("operator", "ms", "served by"):
         table.add_column(name, justify="right" if name == "ms" else "left")
     for part in projection.breakdown:

@@ -6,6 +6,7 @@ below. Seconds are interpolated linearly in rows and in context, and go on with 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +15,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from leadout.errors import ConfigError, DataError
-from leadout.sim.kernel_tables import Floats
-from leadout.sim.step_model import StepTable
+from leadout.sim.kernel_tables import Floats, Served
+from leadout.sim.step_model import Part, StepTable
 
 Seconds = Annotated[float, Field(ge=0.0)]
 
@@ -91,6 +92,27 @@ class Profile(BaseModel):
     def draft_lengths(self, method: str) -> list[int]:
         """The k that were measured for a drafter, ascending."""
         return sorted({g.k for g in self.rounds if g.method in (method, "none")})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProfileModel:
+    """Rounds of a calibrated machine, in the place of a `StepModel`."""
+
+    profile: Profile
+    method: str
+
+    def table(self, k: int, max_batch: int) -> StepTable:
+        """Rounds with k drafts a row."""
+        return self.profile.table(self.method, k, max_batch)
+
+    def prefill_seconds(self, prompts: int, tokens: float) -> float:
+        """Prefill as calibrated."""
+        return self.profile.prefill.of(tokens, float(prompts)) if tokens > 0 else 0.0
+
+    def breakdown(self, k: int, batch: int, context: float) -> list[Part]:
+        """A calibrated round has one part."""
+        seconds = float(self.table(k, batch).at(np.array([batch]), np.array([context]))[0])
+        return [Part(name="round", seconds=seconds, served=Served.CALIBRATED)]
 
 
 def _linear(x: Floats, grid: Floats, values: Floats) -> Floats:

@@ -158,6 +158,8 @@ def summarise(
 
 def stage_seconds(setup: Setup, phase: RolloutPhase) -> dict[Stage, float]:
     """Seconds of every stage for one draw, each on its own GPUs."""
+    if setup.profile is not None:
+        return _calibrated_stages(setup, phase)
     scenario, shape = setup.scenario, setup.shape
     training, workload = scenario.training, scenario.workload
     used = phase.lengths[: workload.num_prompts].ravel()
@@ -181,6 +183,22 @@ def stage_seconds(setup: Setup, phase: RolloutPhase) -> dict[Stage, float]:
         ),
         Stage.LOGPROB: passes * forward_flops(shape, tokens) / (rate * logprob_mfu),
         Stage.TRAIN: flops / (rate * mfu) + training.extra_s,
+    }
+
+
+def _calibrated_stages(setup: Setup, phase: RolloutPhase) -> dict[Stage, float]:
+    """Stages of a calibrated machine: linear in tokens and samples."""
+    assert setup.profile is not None
+    profile, workload = setup.profile, setup.scenario.workload
+    used = phase.lengths[: workload.num_prompts].ravel()
+    tokens, samples = float(used.sum()) + len(used) * workload.prompt_length, float(len(used))
+    return {
+        Stage.DATA: profile.data.of(0.0, samples),
+        Stage.REFIT: profile.refit.of(0.0, 0.0),
+        Stage.ROLLOUT: phase.seconds,
+        Stage.REWARD: profile.reward.of(tokens, samples),
+        Stage.LOGPROB: profile.logprob.of(tokens, samples),
+        Stage.TRAIN: profile.train.of(tokens, samples),
     }
 
 

@@ -25,6 +25,8 @@ from leadout.sim.stages import default_mfu
 
 DRAWS = {"sync": 24, "async": 6}
 LEVELS = (0.05, 0.95)
+GIVEN = (0.9, 1.11)
+"""Range of a constant that the scenario states or a baseline fitted, in units of its value."""
 NO_DIFFERENCE = "no difference this model can see"
 
 
@@ -69,6 +71,13 @@ def get_value(scenario: Scenario, dotted: str) -> Any:
     return node
 
 
+def _is_set(scenario: Scenario, dotted: str) -> bool:
+    """Whether the scenario moves this field off its default (by hand or by a fit)."""
+    *parents, leaf = dotted.split(".")
+    node = get_value(scenario, ".".join(parents))
+    return isinstance(node, BaseModel) and getattr(node, leaf) != type(node).model_fields[leaf].default
+
+
 def set_value(scenario: Scenario, dotted: str, value: object) -> Scenario:
     """Copy of the scenario with one dotted field replaced; whole-number fields take the nearest one."""
 
@@ -102,10 +111,13 @@ def active_inputs(scenario: Scenario) -> list[Input]:
             continue
         if item.field == "refit.fixed_s" and scenario.refit.method == "in_flight":
             continue
+        given = _is_set(scenario, item.field) and not item.field.startswith("workload.")
+        if given and value:
+            item = replace(item, low=GIVEN[0], high=GIVEN[1], relative=True, source="given in the scenario")
         if item.relative:
             if not value:
                 continue
-            item = Input(field=item.field, low=item.low * value, high=item.high * value, source=item.source)
+            item = replace(item, low=item.low * value, high=item.high * value, relative=False)
         chosen[item.field] = item
     for field, (low, high) in scenario.ranges.items():
         get_value(scenario, field)

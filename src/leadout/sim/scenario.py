@@ -37,6 +37,8 @@ class Scenario(Section):
     """Built-in name; or a mapping with `base` and overridden constants, or with all constants."""
     tables: Literal["shipped", "aic", "none"] = "shipped"
     """Kernel times: of the package, the full ones of the extra, or roofline."""
+    profile: Path | None = None
+    """A machine measured by `leadout bench --calibrate`, in place of GPU, tables and engine constants."""
     gpus: Positive = 8
     precision: Precision = Precision()
     workload: Workload = Workload()

@@ -13,11 +13,12 @@ from leadout.sim.attention import QueryGrowth
 from leadout.sim.drain import Slots
 from leadout.sim.engine import EngineTerms
 from leadout.sim.forward import Layout
-from leadout.sim.generate import Tables, make_tables
+from leadout.sim.generate import RoundModel, Tables, make_tables
 from leadout.sim.hardware import CONSTANTS, Gpu, find_gpu, override
 from leadout.sim.kernel_tables import KernelTables, shipped_tables
 from leadout.sim.lengths import LengthLaw, read_lengths
 from leadout.sim.memory import Memory, check_memory
+from leadout.sim.profile import Profile, ProfileModel, load_profile
 from leadout.sim.scenario import Scenario
 from leadout.sim.sections import Speculation
 from leadout.sim.shapes import DraftShape, ModelShape, draft_shape, find_model
@@ -46,10 +47,12 @@ class Setup:
     law: AcceptanceLaw | None
     k: int | tuple[int, ...]
     lengths: LengthLaw
-    model: StepModel
+    model: RoundModel
     tables: Tables
     memory: Memory
     slots: Slots
+    profile: Profile | None = None
+    """Set when the machine was calibrated; then it also gives the other stages."""
 
     @property
     def replicas(self) -> int:
@@ -204,6 +207,8 @@ def prepare(scenario: Scenario, bench: Workbench | None = None) -> Setup:
     section = scenario.speculation if k != 0 else None  # k = 0 is the plain path, whatever drafter is named
     drafter = draft_shape(section.method, shape, section.draft_vocab, section.model) if section else None
     engine = engine_terms(scenario)
+    if scenario.profile is not None:
+        return _calibrated(scenario, gpu, shape, layout, engine, k)
     memory = check_memory(
         shape,
         layout,
@@ -238,6 +243,46 @@ def prepare(scenario: Scenario, bench: Workbench | None = None) -> Setup:
         tables=tables,
         memory=memory,
         slots=Slots(rows=engine.max_num_seqs, tokens=memory.cache_tokens),
+    )
+
+
+NO_MEMORY = Memory(
+    weights_bytes=0.0,
+    drafter_bytes=0.0,
+    learner_bytes=0.0,
+    overhead_bytes=0.0,
+    cache_bytes=0.0,
+    cache_tokens=float("inf"),
+    learner_train_bytes=0.0,
+)
+"""A calibrated machine is not checked for memory: it ran."""
+
+
+def _calibrated(
+    scenario: Scenario, gpu: Gpu, shape: ModelShape, layout: Layout, engine: EngineTerms, k: int | tuple[int, ...]
+) -> Setup:
+    """A setup whose seconds come from a profile; `auto` chooses among the draft lengths that were measured."""
+    assert scenario.profile is not None
+    profile, section = load_profile(scenario.profile), scenario.speculation
+    method = section.method if section is not None and k != 0 else "none"
+    choices = tuple(n for n in profile.draft_lengths(method) if n in k) if isinstance(k, tuple) else k
+    rows = min(engine.max_num_seqs, -(-rollouts_per_step(scenario) // (scenario.generation_gpus // layout.gpus)))
+    model = ProfileModel(profile=profile, method=method)
+    return Setup(
+        scenario=scenario,
+        gpu=gpu,
+        shape=shape,
+        layout=layout,
+        engine=engine,
+        drafter=None,
+        law=acceptance_law(section).scaled(section.acceptance_scale) if section is not None and k != 0 else None,
+        k=choices,
+        lengths=length_law(scenario),
+        model=model,
+        tables=make_tables(model, rows),
+        memory=NO_MEMORY,
+        slots=Slots(rows=engine.max_num_seqs),
+        profile=profile,
     )
 
 
