@@ -27,6 +27,8 @@ ENGINE = {"a100_sxm": "0.14.0"}
 NCCL = {"a100_sxm": "2.27.3"}
 DTYPES = ("bfloat16", "fp8")
 HOPPER = ("h100_sxm", "h200_sxm")
+LATENT_EXPERTS = (7168, 2048)
+"""Widths of DeepSeek-V3's 256 experts."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall")
 
 Columns = Mapping[str, npt.NDArray[Any]]
@@ -67,6 +69,7 @@ def read_tables(root: Path, selection: Selection) -> KernelTables:
     gemm, (ns, ks, ms) = _gemm(root, selection)
     attention = _attention(root, selection)
     moe, tokens = _moe(root, selection)
+    mla = {} if selection.moe_shapes is not None else _mla(root)
     comm, elements = _comm(root)
     return KernelTables(
         systems=SYSTEMS,
@@ -78,6 +81,7 @@ def read_tables(root: Path, selection: Selection) -> KernelTables:
         **attention,
         moe_tokens=tokens,
         moe=moe,
+        mla=mla,
         comm_elements=elements,
         comm=comm,
     )
@@ -189,9 +193,12 @@ def _moe(root: Path, selection: Selection) -> tuple[dict[str, Floats], Floats]:
         versions = [(_version(system), "default")] + ([("0.22.0", "triton")] if system == "b200_sxm" else [])
         for version, kernel in versions:
             path = root / system / "moe/vllm" / version / "moe_perf.parquet"
-            frame = _read(path, {"num_experts": 128, "topk": 8})
-            for row in zip(*(frame[name].tolist() for name in (*wanted, "num_tokens", "latency")), strict=True):
-                dtype, hidden, inter, tp, ep, distribution, tokens, latency = row
+            frame = _read(path, {"topk": 8})
+            names = (*wanted, "num_tokens", "latency", "num_experts")
+            for row in zip(*(frame[name].tolist() for name in names), strict=True):
+                dtype, hidden, inter, tp, ep, distribution, tokens, latency, experts = row
+                if experts != (256 if (hidden, inter) == LATENT_EXPERTS else 128):
+                    continue
                 if dtype not in (*DTYPES, "fp8_block") or distribution not in ("balanced", "power_law_1.2"):
                     continue
                 if selection.moe_shapes is not None and (hidden, inter) not in selection.moe_shapes:
@@ -205,6 +212,23 @@ def _moe(root: Path, selection: Selection) -> tuple[dict[str, Floats], Floats]:
         key: np.array([float(np.median(rows[t])) if t in rows else np.nan for t in axis]) for key, rows in found.items()
     }
     return dict(sorted(curves.items())), np.array(axis, dtype=float)
+
+
+def _mla(root: Path) -> dict[str, Floats]:
+    """Latent attention of DeepSeek-V3, bf16 projections, one layer: a row of kv_lens by batches each."""
+    batches, kv_lens = [2**i for i in range(12)], [2**i + 1 for i in range(1, 18)]
+    out: dict[str, Floats] = {}
+    for system in SYSTEMS:
+        path = root / system / "mla/vllm" / _version(system) / "mla_generation_module_perf.parquet"
+        if not path.is_file():
+            continue
+        frame = _read(path, {"gemm_type": "bfloat16", "mla_dtype": "bfloat16"})
+        for dtype in DTYPES:
+            for heads in np.unique(frame["num_heads"]).tolist():
+                mine = (frame["kv_cache_dtype"] == dtype) & (frame["num_heads"] == heads)
+                keys = [frame["batch_size"][mine], (frame["isl"] + frame["step"])[mine]]
+                out[f"{system}|{dtype}|{heads}"] = _cube(frame["latency"][mine], keys, [batches, kv_lens])
+    return out
 
 
 def _comm(root: Path) -> tuple[dict[str, Floats], Floats]:

@@ -70,7 +70,7 @@ def run_timeline(setup: Setup, phases: list[RolloutPhase], learner: float, refit
     first = 2 * (staleness + 1)
     batches = first + 1 + max(MEASURED_STEPS, 2 * (staleness + 1))
     if setup.scenario.refit.method == "in_flight":
-        return _Flight(setup, learner, batches, first).run()
+        return _Flight(setup, learner, refit, batches, first).run()
     return _draining(setup, phases, learner, refit, batches, first)
 
 
@@ -128,14 +128,15 @@ def _rows(setup: Setup, batch: int) -> list[list[Row]]:
 
 
 class _Flight:
-    """Rows of several batches side by side; updates do not wait for them."""
+    """Rows of several batches side by side; an update stops rounds for its transfer but does not wait for rows."""
 
-    def __init__(self, setup: Setup, learner: float, batches: int, first: int) -> None:
+    def __init__(self, setup: Setup, learner: float, refit: float, batches: int, first: int) -> None:
         scenario = setup.scenario
         age = scenario.speculation.drafter_age if scenario.speculation is not None else 0.0
         pace = Pace(setup.tables, setup.law, setup.k, age)
         slots = live_slots(setup, draw_lengths(setup, 0).ravel())
         self._setup, self._learner, self._batches, self._first = setup, learner, batches, first
+        self._refit = refit
         self._staleness = scenario.pipeline.max_staleness
         self._replicas = [Replica(pace=pace, tables=setup.tables, slots=slots) for _ in range(setup.replicas)]
         self._left: dict[int, int] = {}
@@ -188,15 +189,15 @@ class _Flight:
     def _update(self, time: float) -> None:
         """The learner publishes a version."""
         self._trained.append(time)
+        for replica in self._replicas:
+            replica.advance(time)
         if len(self._trained) - 1 == self._first:
-            for replica in self._replicas:
-                replica.advance(time)
             self._busy_from = sum(replica.busy for replica in self._replicas)
-        if self._setup.scenario.refit.recompute_kv:
-            for replica in self._replicas:
-                replica.advance(time)
-                if replica.heap:
-                    replica.stall(self._setup.tables.prefill(len(replica.heap), replica.context))
+        for replica in self._replicas:
+            if replica.heap:
+                recompute = self._setup.scenario.refit.recompute_kv
+                again = self._setup.tables.prefill(len(replica.heap), replica.context) if recompute else 0.0
+                replica.stall(self._refit + again)
         self._release(time)
 
     def _finish(self, r: int, time: float) -> None:

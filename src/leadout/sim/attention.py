@@ -155,6 +155,24 @@ def roofline_attention(gpu: Gpu, bytes_per: float) -> DecodeAttention:
     )
 
 
+def latent_attention(tables: KernelTables, rows: Floats) -> DecodeAttention:
+    """Measured latent attention: rows as they are, gaps at large batch and context by the last slope."""
+    filled = rows.copy()
+    width = len(tables.batches)
+    for j in range(rows.shape[1]):
+        known = np.flatnonzero(np.isfinite(rows[:, j]))
+        gaps = np.arange(known[-1] + 1, width) if known.size else np.arange(0)
+        filled[gaps, j] = rows[known[-1], j] * tables.batches[gaps] / tables.batches[known[-1]] if known.size else 0.0
+    filled = np.maximum.accumulate(np.nan_to_num(filled), axis=1)
+    return DecodeAttention(
+        batches=tables.batches,
+        kv_lens=tables.kv_lens,
+        seconds=filled,
+        warm=np.zeros_like(filled),
+        served=Served.INTERPOLATED,
+    )
+
+
 def prefill_attention(gpu: Gpu, tables: KernelTables | None, heads: int, kv_heads: int, head_dim: int) -> Curve:
     """Seconds of one layer of prefill attention over one prompt, by its length."""
     if tables is not None and gpu.table in tables.systems and (heads, kv_heads) in tables.heads and head_dim == 128:

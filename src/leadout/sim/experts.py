@@ -78,9 +78,10 @@ def _measured(
     gpu: Gpu, tables: KernelTables | None, dtype: str, shape: ModelShape, tp: int, ep: int, routing: str, family: str
 ) -> tuple[Floats, Gpu, int, int] | None:
     """(row, GPU, TP and EP it was measured on): this GPU's, B200's Triton rows, the nearest split, or None."""
-    if tables is None or gpu.table is None or shape.experts != 128 or shape.experts_per_token != 8:
+    if tables is None or gpu.table is None or shape.experts_per_token != 8 or shape.experts not in (128, 256):
         return None
-    known = "fp8_block" if (gpu.table, dtype) in EXCLUDED else dtype
+    block = shape.experts == 256 or (gpu.table, dtype) in EXCLUDED
+    known = "fp8_block" if block and dtype == "fp8" else dtype
     tries = [(gpu.table, family, base_gpu(gpu)), (gpu.table, "default", base_gpu(gpu))]
     if gpu.table in ("gb200", "b200_sxm"):
         b200 = base_gpu_of("b200_sxm")

@@ -11,11 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from leadout.errors import ConfigError
-from leadout.sim.attention import DecodeAttention, decode_attention, prefill_attention, roofline_attention
+from leadout.sim.attention import (
+    DecodeAttention,
+    decode_attention,
+    latent_attention,
+    prefill_attention,
+    roofline_attention,
+)
 from leadout.sim.collectives import Collectives
 from leadout.sim.curves import Curve
 from leadout.sim.experts import expert_curve
-from leadout.sim.gemm import GemmModel
+from leadout.sim.gemm import GemmModel, base_gpu
 from leadout.sim.hardware import DTYPE_BYTES, Gpu
 from leadout.sim.kernel_tables import Floats, KernelTables
 from leadout.sim.shapes import ModelShape
@@ -121,7 +127,9 @@ def build_forward(shape: ModelShape, layout: Layout) -> Forward:
     layout.check(shape)
     products = GemmModel(gpu=layout.gpu, dtype=layout.dtype, tables=layout.tables)
     tp = layout.tensor_parallel
-    body = [*_attention_products(shape, products, tp), *_feed_forward(shape, layout, products), *_comm(shape, layout)]
+    whole = latent_rows(shape, layout) is not None  # the measured layer holds its projections
+    own = [] if whole else _attention_products(shape, products, tp)
+    body = [*own, *_feed_forward(shape, layout, products), *_comm(shape, layout)]
     head_products = GemmModel(gpu=layout.gpu, dtype="bfloat16", tables=layout.tables)
     vocab = -(-shape.vocab // tp)
     head = Operator(name="output layer", curve=head_products.curve(vocab, shape.hidden, "output layer"), count=1)
@@ -206,8 +214,19 @@ def _comm(shape: ModelShape, layout: Layout) -> list[Operator]:
     return out
 
 
+def latent_rows(shape: ModelShape, layout: Layout) -> Floats | None:
+    """Measured latent attention of this layout, [batch, kv_len]; only the full tables have any."""
+    if not shape.latent or layout.tables is None or layout.gpu != base_gpu(layout.gpu):
+        return None
+    key = f"{layout.gpu.table}|{layout.kv_dtype}|{shape.heads // layout.tensor_parallel}"
+    return layout.tables.mla.get(key)
+
+
 def _attention(shape: ModelShape, layout: Layout) -> DecodeAttention:
     tp = layout.tensor_parallel
+    rows = latent_rows(shape, layout)
+    if rows is not None and layout.tables is not None:
+        return latent_attention(layout.tables, rows)
     if shape.latent:
         traffic = shape.latent * DTYPE_BYTES[layout.kv_dtype]
         arithmetic = 2.0 * shape.heads / tp * (2 * shape.latent - 64) / (0.6 * layout.gpu.bf16_flops)

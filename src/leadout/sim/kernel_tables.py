@@ -69,6 +69,8 @@ class KernelTables:
     moe_tokens: Floats
     moe: dict[str, Floats]
     """One expert layer by "system|dtype|kernel|hidden|inter|tp|ep|distribution": [tokens]"""
+    mla: dict[str, Floats]
+    """One latent-attention layer with its projections by "system|kv dtype|heads": [batch, kv_len]; extra only"""
     comm_elements: Floats
     comm: dict[str, Floats]
     """One collective by "system|op|kernel|gpus": [elements of two bytes]"""
@@ -111,6 +113,7 @@ def shipped_tables() -> KernelTables:
             prefill=decode(data["prefill"]),
             moe_tokens=data["moe_tokens"].astype(float),
             moe={str(key): moe[i] for i, key in enumerate(data["moe_key"])},
+            mla={},
             comm_elements=data["comm_elements"].astype(float),
             comm={str(key): comm[i] for i, key in enumerate(data["comm_key"])},
         )

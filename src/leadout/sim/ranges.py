@@ -55,6 +55,7 @@ INPUTS = (
     Input(field="speculation.draft_vocab", low=32000, high=0, source="some drafters keep the policy's vocabulary"),
     Input(field="training.mfu", low=0.75, high=1.3, relative=True, source="starting points .35-.45, .25-.35"),
     Input(field="refit.fixed_s", low=0.5, high=3.0, source="published refits of one model differ by 2"),
+    Input(field="refit.bandwidth_fraction", low=0.2, high=0.6, source="20-40 % of a link; newer transports more"),
 )
 """Default ranges; a scenario's `ranges` section replaces or adds to them, in absolute values."""
 

@@ -165,7 +165,7 @@ class Refit(Section):
     """New weights into the generators."""
 
     method: Literal["copy", "broadcast", "in_flight"] | None = None
-    """null: copy when colocated, broadcast when separate. `in_flight` hides behind generation."""
+    """null: copy when colocated, broadcast when separate. `in_flight`: rows go on after the transfer."""
     fixed_s: NonNegative | None = None
     bandwidth_fraction: Share = 0.4
     """Of a network link, which one stream of tensors reaches."""

@@ -65,19 +65,17 @@ def reward_seconds(samples: float, seconds_per_sample: float, workers: int, *, o
     return waves * seconds_per_sample
 
 
-FIXED_S = {"copy": 1.0, "broadcast": 1.0, "in_flight": 0.13}
+FIXED_S = {"copy": 1.0, "broadcast": 1.0, "in_flight": 0.1}
 """Fixed part of a weight update."""
 
 
 def refit_seconds(
     method: str, gpu: Gpu, total_bytes: float, links: int, fraction: float, fixed_s: float | None
 ) -> float:
-    """t_fix + P b / (links bw_eff), bw_eff a share of a network link; in flight only t_fix is exposed.
+    """t_fix + P b / (links bw_eff), bw_eff a share of a network link. In flight nothing drains, the transfer stays.
 
     One link at 40 % of 50 GB/s gives 1.8 s for 8B (published: 1.6-2.1 s, colocated GB200) and 51 s for 1T parameters
     in FP8 (53 s over NCCL); older colocated software took 4-8 s (8B) and 14-26 s (70B).
     """
     fixed = FIXED_S[method] if fixed_s is None else fixed_s
-    if method == "in_flight":
-        return fixed
     return fixed + total_bytes / (links * fraction * gpu.network_bytes_per_s)
