@@ -45,8 +45,8 @@ LENGTH = {
 }
 """Acceptance lengths (inputs)."""
 LAWS = {"Think": {"mean": 5000.0, "cv": 0.55}, "Zero": {"mean": 1300.0, "cv": 1.0}}
-"""Assumed lengths. The CVs are the defaults for thinking and base models; the two means were chosen among 24 pairs
-after seeing the targets (docs/simulator.md prints what other pairs give)."""
+"""Assumed lengths. The CVs are the defaults for thinking and base models; the two means were chosen among some 30
+combinations after seeing the targets (docs/simulator.md prints what others give)."""
 STAGES = {
     "Think": {"data": 0.3, "refit": 2.1, "rollout": 133.6, "logprob": 17.9, "train": 31.4},
     "Zero": {"data": 0.2, "refit": 1.9, "rollout": 100.0, "logprob": 17.8, "train": 31.3},
