@@ -22,7 +22,7 @@ from tests.sim.scenarios import small
         (("gpu.hbm_bytes=-1",), "gpu.hbm_bytes must be > 0"),
         (("workload.lengths.mean=5000",), r"lengths.mean must lie in \[1, cap\] = \[1, 4096\]"),
         (("speculation.method=eagle3", "speculation.acceptance.cumulative=[0.5,0.6]"), "must not increase"),
-        (("speculation.method=small_model",), "drafter.model is needed"),
+        (("speculation.method=small_model",), "speculation.model is needed"),
         (("ranges.engine.host_ms=[1,2]",), "ranges"),
     ],
 )

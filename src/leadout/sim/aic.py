@@ -19,7 +19,7 @@ import numpy.typing as npt
 from leadout.errors import ConfigError
 from leadout.sim.kernel_tables import Floats, KernelTables
 from leadout.sim.project import Projection
-from leadout.sim.setup import resolve_gpu
+from leadout.sim.resolve import resolve_gpu
 
 VERSION = "0.12.0"
 SYSTEMS = ("a100_sxm", "h100_sxm", "h200_sxm", "b200_sxm", "gb200")

@@ -26,9 +26,10 @@ from leadout.records import Stage
 from leadout.sim.lengths import LengthLaw
 from leadout.sim.project import Projection, project
 from leadout.sim.ranges import plain_twin, set_value
+from leadout.sim.resolve import resolve_gpu
 from leadout.sim.scenario import Scenario
 from leadout.sim.sections import Baseline
-from leadout.sim.setup import Workbench, resolve_gpu
+from leadout.sim.setup import Workbench
 from leadout.sim.shapes import find_model
 from leadout.sim.stages import FIXED_S, default_mfu
 

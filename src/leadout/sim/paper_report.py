@@ -224,9 +224,9 @@ def paper_report() -> tuple[Group, dict[str, object]]:
 
 
 ASSUMED = (
-    "Assumed: 2,048 rollouts of at most 8,192 tokens, 64 rows a GPU, length laws (the two means were chosen among some 30 "
-    "combinations after seeing the targets), prompt 150 tokens, kernels of vLLM 0.24 for an older engine; acceptance lengths "
-    "are the paper's. 235B: TP8, lengths, split and draft shape."
+    "Assumed: 2,048 rollouts of at most 8,192 tokens, 64 rows a GPU, length laws (the two means were chosen among "
+    "some 30 combinations after seeing the targets), prompt 150 tokens, kernels of vLLM 0.24 for an older engine; "
+    "acceptance lengths are the paper's. 235B: TP8, lengths, split and draft shape."
 )
 
 

@@ -18,8 +18,9 @@ from scipy.stats import qmc
 from leadout.errors import CapacityError, ConfigError
 from leadout.records import Stage
 from leadout.sim.project import Projection, project
+from leadout.sim.resolve import resolve_gpu
 from leadout.sim.scenario import Scenario
-from leadout.sim.setup import Workbench, resolve_gpu
+from leadout.sim.setup import Workbench
 from leadout.sim.shapes import find_model
 from leadout.sim.stages import default_mfu
 

@@ -87,7 +87,7 @@ class Speculation(Section):
 
     method: Literal["eagle3", "mtp", "small_model", "ngram"] = "eagle3"
     model: str | None = None
-    """Of `small_model`: a built-in name or a config.json."""
+    """Of `small_model`: a built-in name or a config.json; of the others a draft folder whose shape is taken."""
     draft_vocab: Positive | None = None
     """Rows of the drafter's output layer; null is 32,000 for EAGLE-3, the policy's for MTP."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=16)] | Literal["auto"] = "auto"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,11 +13,11 @@ from leadout.sim.drain import Slots
 from leadout.sim.engine import EngineTerms
 from leadout.sim.forward import Layout
 from leadout.sim.generate import RoundModel, Tables, make_tables
-from leadout.sim.hardware import CONSTANTS, Gpu, find_gpu, override
-from leadout.sim.kernel_tables import KernelTables, shipped_tables
+from leadout.sim.hardware import Gpu
 from leadout.sim.lengths import LengthLaw, read_lengths
 from leadout.sim.memory import Memory, check_memory
 from leadout.sim.profile import Profile, ProfileModel, load_profile
+from leadout.sim.resolve import resolve_gpu, resolve_tables
 from leadout.sim.scenario import Scenario
 from leadout.sim.sections import Speculation
 from leadout.sim.shapes import DraftShape, ModelShape, draft_shape, find_model
@@ -83,32 +82,6 @@ class Workbench:
                 base = self._layouts[key[:2] + key[3:]] = build_step_model(shape, layout, engine, drafter)
             found = self._models[key] = make_tables(replace(base, engine=engine), max(rows, 1))
         return found
-
-
-def resolve_gpu(value: str | Mapping[str, float | str]) -> Gpu:
-    """A GPU by name, by name with overrides, or whole."""
-    if isinstance(value, str):
-        return find_gpu(value)
-    given = {str(key): item for key, item in value.items()}
-    constants = {key: float(item) for key, item in given.items() if key not in ("base", "name")}
-    if "base" in given:
-        return override(find_gpu(str(given["base"])), constants)
-    missing = [name for name in CONSTANTS if name not in constants and name != "kernel_floor_s"]
-    if missing:
-        raise ConfigError(f"gpu: name a `base` ({', '.join(('A100', 'H100'))}, …) or give all of: {', '.join(missing)}")
-    blank = override(find_gpu("H100"), constants)
-    return Gpu(name=str(given.get("name", "custom")), table=None, **{name: getattr(blank, name) for name in CONSTANTS})
-
-
-def resolve_tables(name: str) -> KernelTables | None:
-    """Kernel tables by name."""
-    if name == "none":
-        return None
-    if name == "aic":
-        from leadout.sim.aic import full_tables
-
-        return full_tables()
-    return shipped_tables()
 
 
 def engine_terms(scenario: Scenario) -> EngineTerms:

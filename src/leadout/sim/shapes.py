@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from leadout.errors import ConfigError, ModelError
@@ -243,14 +243,31 @@ def from_hf_config(config: Mapping[str, object], name: str) -> ModelShape:
     )
 
 
+def _own_draft(method: str, path: str, vocab: int | None) -> DraftShape:
+    """A drafter with a config.json of its own; `draft_vocab_size` is its output layer."""
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ConfigError(f"speculation.model of {method} must be a draft folder or its config.json, got {path!r}")
+    config = json.loads(file.read_text())
+    shape = from_hf_config(config, name=file.parent.name)
+    rows = vocab or config.get("draft_vocab_size") or shape.vocab
+    states = int(config.get("num_aux_hidden_states", 3)) if method == "eagle3" else 2
+    inputs = 2 if method == "eagle3" else 1
+    return DraftShape(
+        method=method, model=replace(shape, vocab=int(rows)), fused_states=states, attention_inputs=inputs
+    )
+
+
 def draft_shape(method: str, target: ModelShape, vocab: int | None = None, model: str | None = None) -> DraftShape:
     """The drafter a method uses with `target`: one layer of its widths; EAGLE-3 has a vocabulary of 32,000."""
     if method == "ngram":
         return DraftShape(method=method, model=None)
     if method == "small_model":
         if model is None:
-            raise ConfigError("drafter.model is needed with method small_model: a built-in name or a config.json")
+            raise ConfigError("speculation.model is needed with method small_model: a built-in name or a config.json")
         return DraftShape(method=method, model=find_model(model), fused_states=0, attention_inputs=1)
+    if model is not None:
+        return _own_draft(method, model, vocab)
     layer = ModelShape(
         name=f"{method} of {target.name}",
         layers=1,
@@ -264,5 +281,5 @@ def draft_shape(method: str, target: ModelShape, vocab: int | None = None, model
     if method == "mtp":
         return DraftShape(method=method, model=layer, fused_states=2, attention_inputs=1)
     if method != "eagle3":
-        raise ConfigError(f"drafter.method must be one of eagle3, mtp, small_model, ngram, got {method!r}")
+        raise ConfigError(f"speculation.method must be one of eagle3, mtp, small_model, ngram, got {method!r}")
     return DraftShape(method=method, model=layer)
