@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from rich.console import Console
 
 from leadout.build.data import EVALUATION_SEED, LoadedData, load_data, make_scorer, sampling_params
 from leadout.build.drafter import load_head, new_head, spread_prompts
-from leadout.build.generator import make_decoder, make_generator
+from leadout.build.generator import make_decoder, make_device, make_generator
 from leadout.build.learner import load_trainable, make_learner
 from leadout.clock import Clock
 from leadout.config import Data, Dataset, Grpo, RewardFunction, RolloutSection, RunConfig
@@ -50,12 +51,18 @@ def train(config: RunConfig, *, resume: Path | None = None, console: Console | N
     With `resume` the run in that folder goes on from its newest checkpoint. Raises LeadoutError for anything the user
     can mend, KeyboardInterrupt with a message on Ctrl-C.
     """
-    console = console or Console()
+    console = console or make_console()
     parts = build_run(config, resume=resume, console=console)
     last = parts.run.train()
     if last is not None:
         finish_run(config, parts, last, console)
     return parts.run.folder.path
+
+
+def make_console() -> Console:
+    """The user's terminal; wide enough for the tables where the output goes to a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +75,7 @@ class RunParts:
 
 def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> RunParts:
     """Build every object of a run; the folder is created last, so that a bad recipe leaves nothing behind."""
-    _set_threads(config.threads)
+    _prepare_torch(config.threads)
     path = resolve(config.model)
     spec = DecoderSpec.from_config(read_config(path))
     codec = TextCodec.from_pretrained(path if config.tokenizer is None else resolve(config.tokenizer))
@@ -86,10 +93,11 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
         )
     scorer = make_scorer(config.reward, codec, data.task, config.rollout, config.grpo)
 
-    model = load_trainable(path, config.train.dtype)
+    device = make_device(config.device)
+    model = load_trainable(path, config.train.dtype, device)
     weights = model.state_dict()
     max_len = _row_length(config, spec, data, held_out)
-    decoder = make_decoder(spec, weights, dtype=config.rollout.dtype, max_len=max_len)
+    decoder = make_decoder(spec, weights, dtype=config.rollout.dtype, max_len=max_len, device=device)
     folder = None if resume is None else RunFolder.open(resume)
     head = _make_head(config, decoder, weights, data, codec, folder)
     generator = make_generator(
@@ -204,7 +212,9 @@ def _say_dropped(console: Console, *sets: LoadedData | None) -> None:
         console.print(f"{dropped} prompts were too long and left out (data.overlong: drop)")
 
 
-def _set_threads(threads: int) -> None:
+def _prepare_torch(threads: int) -> None:
+    """Threads are set once, before anything runs; transformers' own progress bars would break up ours."""
+    transformers.utils.logging.disable_progress_bar()
     if threads:
         torch.set_num_threads(threads)
 
@@ -230,7 +240,9 @@ def evaluate(
     )
     prompts = data.prompts.prompts[:num_prompts]
     max_len = min(spec.max_position_embeddings, data.longest + max_completion_length)
-    decoder = make_decoder(spec, dict(iter_weights(path)), dtype=section.dtype, max_len=max_len)
+    decoder = make_decoder(
+        spec, dict(iter_weights(path)), dtype=section.dtype, max_len=max_len, device=make_device("auto")
+    )
     return Evaluation(
         prompts=prompts,
         generator=make_generator(decoder, codec, section, num_rows=min(64, len(prompts) * num_generations)),
