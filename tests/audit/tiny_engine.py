@@ -87,16 +87,18 @@ def make_requests(params: SamplingParams, num_draws: int, num_siblings: int = 4)
     return requests
 
 
-def make_score(decoder: FusedDecoder):
-    """One uncached pass over prompt and completion."""
-    kv = KVSlots(decoder.spec, 1, MAX_LEN + 8, decoder.dtype)
+def make_score(decoder: FusedDecoder, rounded: FusedDecoder | None = None):
+    """One uncached pass over prompt and completion, and one by `rounded`, if given."""
+
+    def logits(model: FusedDecoder, rollout: Rollout) -> torch.Tensor:
+        kv = KVSlots(model.spec, 1, MAX_LEN + 8, model.dtype)
+        tokens_T = np.concatenate((rollout.prompt.token_ids, rollout.token_ids)).astype(np.int64)
+        states = model.forward(torch.from_numpy(tokens_T)[None], kv, kv.allocate(1))
+        return model.logits(states.hidden_BNH[0, len(rollout.prompt.token_ids) - 1 : -1])
 
     def score(rollout: Rollout) -> Scores:
-        tokens_T = np.concatenate((rollout.prompt.token_ids, rollout.token_ids)).astype(np.int64)
-        slots = kv.allocate(1)
-        states = decoder.forward(torch.from_numpy(tokens_T)[None], kv, slots)
-        kv.release(slots)
-        first = len(rollout.prompt.token_ids) - 1
-        return Scores(exact_TV=decoder.logits(states.hidden_BNH[0, first:-1]), rounded_TV=None)
+        return Scores(
+            exact_TV=logits(decoder, rollout), rounded_TV=None if rounded is None else logits(rounded, rollout)
+        )
 
     return score

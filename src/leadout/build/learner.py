@@ -30,6 +30,8 @@ def make_learner(
 ) -> LocalLearner:
     """The learner of a run; `head` is trained along where the recipe says so."""
     if config.train.gradient_checkpointing:
+        # transformers checkpoints in training mode only; these families have no dropout to switch on.
+        model.train()
         model.gradient_checkpointing_enable()
         model.config.use_cache = False
     reference = None
