@@ -82,7 +82,8 @@ def make_requests(params: SamplingParams, num_draws: int, num_siblings: int = 4)
     for draw in range(num_draws):
         prompt = Prompt(id=f"t/{draw}", token_ids=rng.integers(3, VOCAB, 5).astype(np.int32), text="")
         requests += [
-            Request(rollout_id=RolloutId(draw, sibling), prompt=prompt, params=params) for sibling in range(num_siblings)
+            Request(rollout_id=RolloutId(draw, sibling), prompt=prompt, params=params)
+            for sibling in range(num_siblings)
         ]
     return requests
 
