@@ -13,7 +13,7 @@ from rich.console import Console
 
 from leadout.build.data import EVALUATION_SEED, LoadedData, load_data, make_scorer, sampling_params
 from leadout.build.drafter import load_head, new_head, spread_prompts
-from leadout.build.generator import make_decoder, make_device, make_generator
+from leadout.build.generator import make_decoder, make_device, make_draft_length, make_generator
 from leadout.build.learner import load_trainable, make_learner
 from leadout.clock import Clock
 from leadout.config import RunConfig
@@ -25,7 +25,7 @@ from leadout.models.eagle3 import Eagle3Head
 from leadout.models.eagle3_io import write_eagle3
 from leadout.models.loading import read_config, resolve
 from leadout.models.spec import DecoderSpec
-from leadout.pipeline.closing import close_run
+from leadout.pipeline.closing import CASES, Case, close_run
 from leadout.pipeline.closing_table import print_closing
 from leadout.pipeline.evaluate import Evaluation
 from leadout.pipeline.folder import RunFolder, write_json
@@ -180,14 +180,25 @@ def finish_run(config: RunConfig, parts: RunParts, last: FinishedStep, console: 
     """The closing table and the report."""
     folder, generator = parts.run.folder, parts.generator
     variants = {"plain": generator.variant(FixedLength(0), drafts=False)}
-    if config.log.benchmark and config.rollout.speculative_config is not None:
+    speculation, own = config.rollout.speculative_config, "auto"
+    cases: tuple[Case, ...] = CASES
+    if config.log.benchmark and speculation is not None:
         generator.refit(parts.run.pipeline.learner.publish())
+        automatic = speculation.model_copy(update={"num_speculative_tokens": "auto"})
         variants = {
             "plain": generator.variant(FixedLength(0), drafts=False),
-            "auto": generator,
+            "auto": generator.variant(make_draft_length(automatic)),
             f"k={_CLOSING_DRAFTS}": generator.variant(FixedLength(_CLOSING_DRAFTS)),
         }
-    closing = close_run(variants=variants, requests=last.requests, rows=read_rows(folder.metrics), run_variant="auto")
+        if speculation.num_speculative_tokens == "auto":
+            variants["auto"] = generator
+        else:
+            own = f"k={speculation.num_speculative_tokens}, as trained"
+            variants[own] = generator
+            cases = (Case(name=f"full batch, {own}", variant=own, rows=None, pairs=3), *CASES)
+    closing = close_run(
+        variants=variants, requests=last.requests, rows=read_rows(folder.metrics), run_variant=own, cases=cases
+    )
     print_closing(console, closing)
     write_json(folder.closing, closing.to_json())
     console.print(f"report: {write_report([folder.path], folder.report)}")
