@@ -80,7 +80,7 @@ def test_more_lag_never_costs_throughput(words):
 
 
 def test_without_lag_an_asynchronous_step_is_the_sum_of_both_sides():
-    projection = project(asynchronous(0, method="copy"))
+    projection = project(asynchronous(0, "draws=3", method="copy"))
     learner = sum(projection.seconds[stage] for stage in (Stage.LOGPROB, Stage.TRAIN, Stage.REFIT))
     assert projection.step_s == pytest.approx(projection.rollout_s + learner, rel=1e-9)
 

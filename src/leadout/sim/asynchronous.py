@@ -17,10 +17,11 @@ from leadout.records import Stage
 from leadout.sim.kernel_tables import Floats
 from leadout.sim.project import Projection, summarise
 from leadout.sim.replica import Pace, Replica, Row
-from leadout.sim.rollout_phase import RolloutPhase, draw_lengths
+from leadout.sim.rollout_phase import RolloutPhase, draw_lengths, run_rollouts
 from leadout.sim.setup import Setup
 
-MEASURED_STEPS = 6
+CYCLE = 3
+"""Draws of lengths that follow one another again and again: every lag is measured on the same rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class Timeline:
     trained: tuple[float, ...]
     version_made: tuple[int, ...]
     busy: float
-    """Replica-seconds of generation between the first and last measured update."""
+    """GPU-seconds of generation between the first and last measured update."""
     first: int
     """Index of the update that opens the measured window."""
 
@@ -45,7 +46,7 @@ class Timeline:
 def overlap(setup: Setup, phases: list[RolloutPhase], seconds: dict[Stage, float]) -> Projection:
     """Project an asynchronous scenario."""
     learner = learner_seconds(seconds)
-    timeline = run_timeline(setup, phases, learner, seconds[Stage.REFIT])
+    timeline = run_timeline(setup, learner, seconds[Stage.REFIT])
     step = timeline.step_s
     exposed = dict.fromkeys(Stage, 0.0)
     exposed |= {stage: seconds[stage] for stage in (Stage.REWARD, Stage.LOGPROB, Stage.TRAIN)}
@@ -53,7 +54,7 @@ def overlap(setup: Setup, phases: list[RolloutPhase], seconds: dict[Stage, float
     exposed[Stage.ROLLOUT] = max(step - sum(exposed.values()), 0.0)
     scenario = setup.scenario
     steps = len(timeline.trained) - 1 - timeline.first
-    busy = timeline.busy / steps * setup.layout.gpus + learner * scenario.training_gpus
+    busy = timeline.busy / steps + learner * scenario.training_gpus
     idle = scenario.gpus * sum(exposed.values()) - busy
     lags = [use - made for use, made in enumerate(timeline.version_made)][timeline.first :]
     return summarise(setup, phases, seconds, exposed, busy, idle, float(np.mean(lags)))
@@ -64,20 +65,19 @@ def learner_seconds(seconds: dict[Stage, float]) -> float:
     return seconds[Stage.REWARD] + seconds[Stage.LOGPROB] + seconds[Stage.TRAIN] + seconds[Stage.REFIT]
 
 
-def run_timeline(setup: Setup, phases: list[RolloutPhase], learner: float, refit: float) -> Timeline:
+def run_timeline(setup: Setup, learner: float, refit: float) -> Timeline:
     """Simulate enough steps to measure a steady one."""
     staleness = setup.scenario.pipeline.max_staleness
-    first = 2 * (staleness + 1)
-    batches = first + 1 + max(MEASURED_STEPS, 2 * (staleness + 1))
+    first = CYCLE * -(-2 * (staleness + 1) // CYCLE)
+    batches = 2 * first + 1 + 2 * CYCLE
     if setup.scenario.refit.method == "in_flight":
         return _Flight(setup, learner, refit, batches, first).run()
-    return _draining(setup, phases, learner, refit, batches, first)
+    return _draining(setup, learner, refit, batches, first)
 
 
-def _draining(
-    setup: Setup, phases: list[RolloutPhase], learner: float, refit: float, batches: int, first: int
-) -> Timeline:
+def _draining(setup: Setup, learner: float, refit: float, batches: int, first: int) -> Timeline:
     """A batch ends on every replica before the next starts with new weights."""
+    phases = [run_rollouts(setup, draw_lengths(setup, draw)) for draw in range(CYCLE)]
     staleness = setup.scenario.pipeline.max_staleness
     started: list[float] = []
     complete: list[float] = []
@@ -90,9 +90,9 @@ def _draining(
         newest = sum(time <= start for time in trained)
         started.append(start)
         made.append(newest)
-        complete.append(start + phases[b % len(phases)].seconds)
+        complete.append(start + phases[b % CYCLE].seconds)
         trained.append(max(complete[-1], trained[-1] if trained else 0.0) + learner)
-    window = phases[0].busy_seconds * (batches - 1 - first)
+    window = sum(phases[b % CYCLE].busy_seconds for b in range(first + 1, batches)) * setup.layout.gpus
     return Timeline(
         started=tuple(started),
         complete=tuple(complete),
@@ -111,12 +111,12 @@ def live_slots(setup: Setup, lengths: Floats) -> int:
 
 
 def _rows(setup: Setup, batch: int) -> list[list[Row]]:
-    """Rows of one batch, by replica."""
+    """Rows of one batch, by rank: ranks with data-parallel attention are followed one by one."""
     workload = setup.scenario.workload
-    lengths = draw_lengths(setup, batch % 64).ravel()
+    lengths = draw_lengths(setup, batch % CYCLE).ravel()
     group = workload.num_generations
     out: list[list[Row]] = []
-    for share in np.array_split(np.arange(len(lengths)), setup.replicas):
+    for share in np.array_split(np.arange(len(lengths)), setup.ranks):
         rows, seen = [], -1
         for i in share.tolist():
             fresh = not workload.prefix_cache or i // group != seen
@@ -138,7 +138,7 @@ class _Flight:
         self._setup, self._learner, self._batches, self._first = setup, learner, batches, first
         self._refit = refit
         self._staleness = scenario.pipeline.max_staleness
-        self._replicas = [Replica(pace=pace, tables=setup.tables, slots=slots) for _ in range(setup.replicas)]
+        self._replicas = [Replica(pace=pace, tables=setup.tables, slots=slots) for _ in range(setup.ranks)]
         self._left: dict[int, int] = {}
         self._started: list[float] = []
         self._made: list[int] = []
@@ -163,12 +163,13 @@ class _Flight:
             events[r] = self._replicas[r].next_event()
             if update_at == inf:
                 update_at = self._next_update(soonest)
+        busy = sum(replica.busy for replica in self._replicas) - self._busy_from
         return Timeline(
             started=tuple(self._started[: self._batches]),
             complete=tuple(self._complete[b] for b in range(self._batches)),
             trained=tuple(self._trained),
             version_made=tuple(self._made[: self._batches]),
-            busy=sum(replica.busy for replica in self._replicas) - self._busy_from,
+            busy=busy * self._setup.layout.tensor_parallel,
             first=self._first,
         )
 
@@ -218,7 +219,7 @@ def flow_seconds(setup: Setup, batches: int) -> float:
     C = min(slots, batches x N / replicas), t = N / replicas x mean length x t(C) / C / AL.
     """
     lengths = draw_lengths(setup, 0).ravel()
-    share = len(lengths) / setup.replicas
+    share = len(lengths) / setup.ranks
     rows = max(1, min(live_slots(setup, lengths), int(batches * share)))
     age = setup.scenario.speculation.drafter_age if setup.scenario.speculation is not None else 0.0
     pace = Pace(setup.tables, setup.law, setup.k, age)

@@ -32,7 +32,6 @@ from leadout.sim.paper import (
 )
 from leadout.sim.paper_scale import BLIND, Compare, blind_round_cost, projections_235b
 from leadout.sim.project import project
-from leadout.sim.rollout_phase import draw_lengths, run_rollouts
 from leadout.sim.scenario import parse
 from leadout.sim.setup import Workbench, prepare
 
@@ -153,8 +152,7 @@ def async_runs(found: Fit) -> list[AsyncRun]:
                     }
                 )
             )
-            phases = [run_rollouts(setup, draw_lengths(setup, draw)) for draw in range(2)]
-            steps[mode][kind] = run_timeline(setup, phases, TRAIN_SIDE[kind][1], 0.0).step_s
+            steps[mode][kind] = run_timeline(setup, TRAIN_SIDE[kind][1], 0.0).step_s
         steps["flow"][kind] = max(TRAIN_SIDE[kind][1], flow_seconds(setup, 2))
     names = {
         "drained": "one batch at a time, drained",

@@ -64,7 +64,7 @@ INPUTS = (
 def get_value(scenario: Scenario, dotted: str) -> Any:
     """Value of a dotted field; None when a section on the way is absent."""
     node: Any = scenario
-    for part in dotted.split("."):
+    for part in dotted.split(".") if dotted else ():
         if node is None:
             return None
         if not isinstance(node, BaseModel) or part not in type(node).model_fields:
@@ -122,7 +122,10 @@ def active_inputs(scenario: Scenario) -> list[Input]:
             item = replace(item, low=item.low * value, high=item.high * value, relative=False)
         chosen[item.field] = item
     for field, (low, high) in scenario.ranges.items():
-        get_value(scenario, field)
+        if get_value(scenario, field.rpartition(".")[0]) is None:
+            raise ConfigError(f"ranges.{field}: the scenario has no section {field.rpartition('.')[0]}")
+        if not isinstance(get_value(scenario, field), (int, float, type(None))):
+            raise ConfigError(f"ranges.{field}: expected the name of a number")
         if low > high:
             raise ConfigError(f"ranges.{field}: expected low <= high, got {low} > {high}")
         chosen[field] = Input(field=field, low=low, high=high, source="given")

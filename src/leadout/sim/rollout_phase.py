@@ -51,9 +51,8 @@ class RolloutPhase:
 
 def run_rollouts(setup: Setup, lengths: Floats) -> RolloutPhase:
     """Generate these lengths [prompts, generations] on all replicas."""
-    ranks = setup.replicas * setup.layout.data_parallel
     workload = setup.scenario.workload
-    shares = np.array_split(lengths.ravel(), ranks)
+    shares = np.array_split(lengths.ravel(), setup.ranks)
     events = [
         order_events(
             share, workload.prompt_length, setup.slots, workload.num_generations, prefix_cache=workload.prefix_cache

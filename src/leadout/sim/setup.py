@@ -54,6 +54,11 @@ class Setup:
     """Set when the machine was calibrated; then it also gives the other stages."""
 
     @property
+    def ranks(self) -> int:
+        """Replicas, each rank with data-parallel attention counted."""
+        return self.replicas * self.layout.data_parallel
+
+    @property
     def replicas(self) -> int:
         """Generator replicas."""
         return self.scenario.generation_gpus // self.layout.gpus
@@ -225,7 +230,7 @@ NO_MEMORY = Memory(
     learner_bytes=0.0,
     overhead_bytes=0.0,
     cache_bytes=0.0,
-    cache_tokens=float("inf"),
+    cache_tokens=0.0,
     learner_train_bytes=0.0,
 )
 """A calibrated machine is not checked for memory: it ran."""

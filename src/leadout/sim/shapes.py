@@ -208,6 +208,9 @@ def find_model(name: str) -> ModelShape:
 
 def from_hf_config(config: Mapping[str, object], name: str) -> ModelShape:
     """Read a Hugging Face config; raises ModelError when a needed field is missing."""
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        config = inner
 
     def number(*keys: str, default: int | None = None) -> int:
         for key in keys:
