@@ -76,14 +76,19 @@ def test_a_profile_is_read_from_json(tmp_path):
 
 def test_a_run_folder_is_replayed_beside_its_measurements(tmp_path):
     (tmp_path / "config.yaml").write_text("rollout: {num_generations: 2, speculative_config: {method: eagle3}}\n")
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "seconds/rollout": 0.5, "seconds/train": 2}) + "\n")
-    rows = [{"step": 1, "token_ids": [1, 2, 3, 4, 5], "drafted": [3, 3], "accepted": [1, 1]} for _ in range(2)]
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "seconds/rollout": 0.5, "seconds/train": 2, "tokens/prompt": 10}) + "\n"
+    )
+    rows = [
+        {"step": 1, "draw": 7, "token_ids": [1, 2, 3, 4, 5], "drafted": [3, 3], "accepted": [1, 1]} for _ in range(2)
+    ]
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = tmp_path / "profile.json"
     path.write_text(profile().model_dump_json())
     _, data = replay_report(tmp_path, path)
     assert data["steps"][0]["measured"] == {"rollout": 0.5, "train": 2.0}
     assert data["steps"][0]["predicted"]["rollout"] == pytest.approx(2 * 2 * 0.012, rel=0.01)
+    assert data["steps"][0]["predicted"]["train"] == pytest.approx(1.0 + 1e-3 * (10 + 2 * 10))
 
 
 def cell(error: float, speedup: float = 0.0) -> Cell:

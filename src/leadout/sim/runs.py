@@ -122,6 +122,9 @@ def _step(step: int, metrics: Mapping[str, Any], rows: list[Mapping[str, Any]], 
         else:
             rounds.append(np.nan)
     total = sum(drafted.values())
+    groups = len({row["draw"] for row in rows if "draw" in row})
+    if groups and "tokens/prompt" in metrics:  # our logs count the prompt of a group once
+        prompts = [float(metrics["tokens/prompt"]) / groups] * len(rows)
     return RecordedStep(
         step=step,
         seconds={
