@@ -27,7 +27,7 @@ from leadout.sim.setup import Workbench
 TENSOR_PARALLEL = (1, 2, 4, 8, 16)
 DRAFT_LENGTHS: tuple[int | str, ...] = (0, 1, 3, 5, 7, "auto")
 SHARES = (0.5, 0.625, 0.75, 0.875)
-PAIRED_DRAWS = 16
+PAIRED_DRAWS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -160,7 +160,7 @@ def _separate(scenario: Scenario, layouts: list[Candidate], max_lag: int) -> Ite
                     "refit": scenario.refit.model_copy(update={"method": "in_flight"}),
                 }
             )
-            for length in dict.fromkeys((k, 0)):
+            for length in dict.fromkeys((k, 0) if lag == 1 else (k,)):
                 yield _with_k(base, length)
 
 

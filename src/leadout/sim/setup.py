@@ -9,6 +9,7 @@ import numpy as np
 from leadout.errors import CapacityError, ConfigError
 from leadout.sim.acceptance import AcceptanceLaw, from_conditional, from_cumulative, from_mean_length
 from leadout.sim.attention import QueryGrowth
+from leadout.sim.curves import MAX_STRETCH
 from leadout.sim.drain import Slots
 from leadout.sim.engine import EngineTerms
 from leadout.sim.forward import Layout
@@ -31,6 +32,10 @@ METHOD_LAWS: dict[str, AcceptanceLaw] = {
 }
 """Laws taken without any measured acceptance: EAGLE-3 on a reasoning 8B model (fit to published lengths), MTP of a 9B
 model in reinforcement learning; small models and n-grams are assumptions."""
+
+
+KV_GRID_END = 131_072
+"""Longest context of the attention rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -202,6 +207,11 @@ def prepare(scenario: Scenario, bench: Workbench | None = None) -> Setup:
         raise CapacityError(
             f"workload.lengths.cap: the cache holds {memory.cache_tokens:.0f} tokens, a rollout may need "
             f"{longest:.0f}; lower the cap or raise generation.tensor_parallel"
+        )
+    if longest > MAX_STRETCH * KV_GRID_END:
+        raise CapacityError(
+            f"workload.lengths.cap: {longest:.0f} tokens is over {MAX_STRETCH:.0f} times the longest context measured "
+            f"({KV_GRID_END})"
         )
     per_rank = -(-rollouts_per_step(scenario) // (scenario.generation_gpus // layout.tensor_parallel))
     lagged = per_rank * (scenario.pipeline.max_staleness + 1)
