@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _RANKED_PROMPTS = 64
 _CLOSING_DRAFTS = 3
+_DRAFT_START = "draft_start"
+"""The head a run started from, in its folder: a resume does not make it anew."""
 
 
 def train(config: RunConfig, *, resume: Path | None = None, console: Console | None = None) -> Path:
@@ -54,7 +56,7 @@ def train(config: RunConfig, *, resume: Path | None = None, console: Console | N
     console = console or make_console()
     parts = build_run(config, resume=resume, console=console)
     last = parts.run.train()
-    if last is not None:
+    if last is not None or not parts.run.folder.closing.exists():
         finish_run(config, parts, last, console)
     return parts.run.folder.path
 
@@ -137,7 +139,7 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
     if folder is None:
         folder = RunFolder.create(config.output_dir / (config.name or "run"), dump(config))
         if head is not None:
-            write_eagle3(head, folder.path / "draft_start")
+            write_eagle3(head, folder.path / _DRAFT_START)
     progress = Progress(console, config.pipeline.max_steps)
     pipeline = SynchronousPipeline(
         source=ShuffledPrompts(inputs.data.prompts.prompts, seed=config.seed, shuffle=config.data.shuffle),
@@ -176,13 +178,13 @@ def _make_run(
     )
 
 
-def finish_run(config: RunConfig, parts: RunParts, last: FinishedStep, console: Console) -> None:
-    """The closing table and the report."""
+def finish_run(config: RunConfig, parts: RunParts, last: FinishedStep | None, console: Console) -> None:
+    """The closing table and the report; without a last step (a run killed at its very end) only stages are shown."""
     folder, generator = parts.run.folder, parts.generator
     variants = {"plain": generator.variant(FixedLength(0), drafts=False)}
     speculation, own = config.rollout.speculative_config, "auto"
     cases: tuple[Case, ...] = CASES
-    if config.log.benchmark and speculation is not None:
+    if config.log.benchmark and speculation is not None and last is not None:
         generator.refit(parts.run.pipeline.learner.publish())
         automatic = speculation.model_copy(update={"num_speculative_tokens": "auto"})
         variants = {
@@ -197,7 +199,11 @@ def finish_run(config: RunConfig, parts: RunParts, last: FinishedStep, console: 
             variants[own] = generator
             cases = (Case(name=f"full batch, {own}", variant=own, rows=None, pairs=3), *CASES)
     closing = close_run(
-        variants=variants, requests=last.requests, rows=read_rows(folder.metrics), run_variant=own, cases=cases
+        variants=variants,
+        requests=() if last is None else last.requests,
+        rows=read_rows(folder.metrics),
+        run_variant=own,
+        cases=cases,
     )
     print_closing(console, closing)
     write_json(folder.closing, closing.to_json())
@@ -217,8 +223,8 @@ def _make_head(
         return None
     if speculation.model is not None:
         return load_head(speculation.model, weights)
-    if folder is not None:
-        return load_head(folder.path / "draft_start", weights)
+    if folder is not None and (folder.path / _DRAFT_START / "config.json").is_file():
+        return load_head(folder.path / _DRAFT_START, weights)
     return new_head(
         config.draft,
         decoder,
