@@ -14,11 +14,12 @@ from rich.console import Console
 from leadout.build.data import EVALUATION_SEED, LoadedData, load_data, make_scorer, sampling_params
 from leadout.build.drafter import load_head, new_head, spread_prompts
 from leadout.build.generator import make_decoder, make_device, make_draft_length, make_generator
-from leadout.build.learner import load_trainable, make_learner
+from leadout.build.learner import load_trainable, make_auditor, make_learner
 from leadout.clock import Clock
 from leadout.config import RunConfig
 from leadout.data.order import ShuffledPrompts
 from leadout.draft_length.controller import FixedLength
+from leadout.interfaces import Stateful
 from leadout.metrics import read_rows
 from leadout.models.decoder import FusedDecoder
 from leadout.models.eagle3 import Eagle3Head
@@ -135,7 +136,8 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
         head=head,
         learns_draft=config.trains_drafter,
     )
-    learner = make_learner(config, model, inputs.path, inputs.params, head)
+    auditor = make_auditor(config, inputs.params)
+    learner = make_learner(config, model, inputs.path, inputs.params, head, auditor)
     if folder is None:
         folder = RunFolder.create(config.output_dir / (config.name or "run"), dump(config))
         if head is not None:
@@ -152,7 +154,11 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
         clock=Clock(on_enter=progress.enter_stage),
         draws=DrawCounter(),
     )
-    return RunParts(run=_make_run(config, inputs, folder, pipeline, progress, generator), generator=generator)
+    stateful: dict[str, Stateful] = {"generator": generator}
+    if auditor is not None:
+        stateful["auditor"] = auditor
+    run = _make_run(config, inputs, folder, pipeline, progress, generator, stateful)
+    return RunParts(run=run, generator=generator)
 
 
 def _make_run(
@@ -162,6 +168,7 @@ def _make_run(
     pipeline: SynchronousPipeline,
     progress: Progress,
     generator: NativeGenerator,
+    stateful: Mapping[str, Stateful],
 ) -> Run:
     return Run(
         folder=folder,
@@ -174,7 +181,7 @@ def _make_run(
         evaluate_every=config.eval.every or 1,
         save_rollouts=config.log.rollouts,
         log_to=config.log.to,
-        stateful={"generator": generator},
+        stateful=stateful,
     )
 
 
