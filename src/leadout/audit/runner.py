@@ -23,6 +23,8 @@ Score = Callable[[Sequence[Rollout]], Iterable[Scores]]
 Progress = Callable[[int, int, int], None]
 """Called with (rollouts done, rollouts in all, tokens so far)."""
 
+SCORED_TOGETHER = 16
+"""Rollouts handed to `score` at once: its forward pass is cheaper for several, and siblings share their prompt."""
 FLOOR_TOKENS = 4000
 """About as many tokens measure the rounding floors that need sorting."""
 
@@ -56,6 +58,7 @@ def run_audit(
     if len(pending) != len(requests):
         raise ConfigError("expected every rollout id once, got some twice: their numbers would be the same")
     generator.submit([replace(request, params=params) for request in requests])
+    held: list[Rollout] = []
     while pending:
         finished = generator.collect()
         if not finished:
@@ -65,11 +68,21 @@ def run_audit(
         if len(wanted) < len(finished):
             sample.bookkeeping.append("a rollout that was not asked for, or came twice")
         pending -= {rollout.request_id for rollout in wanted}
-        sized = [rollout for rollout in wanted if rollout.length]
-        for rollout, scores in zip(sized, score(sized), strict=True):
-            if sample.has_floor and scores.rounded_TV is None:
-                raise ConfigError("expected two passes of the learner (fp32 and bf16) for a bf16 engine, got one")
-            add_rollout(sample, rollout, scores, version=version, seed=seed, floor_every=floor_every)
+        held += [rollout for rollout in wanted if rollout.length]
+        if len(held) >= SCORED_TOGETHER:
+            _add(sample, held, score, version, seed, floor_every)
+            held = []
         if progress is not None:
-            progress(len(requests) - len(pending), len(requests), sample.tokens)
+            progress(len(requests) - len(pending), len(requests), sample.tokens + sum(r.length for r in held))
+    _add(sample, held, score, version, seed, floor_every)
     return judge(sample, name, precision, demands or Demands())
+
+
+def _add(
+    sample: AuditSample, rollouts: Sequence[Rollout], score: Score, version: int | None, seed: int, floor_every: int
+) -> None:
+    """Teacher-force some rollouts and add them."""
+    for rollout, scores in zip(rollouts, score(rollouts), strict=True):
+        if sample.has_floor and scores.rounded_TV is None:
+            raise ConfigError("expected two passes of the learner (fp32 and bf16) for a bf16 engine, got one")
+        add_rollout(sample, rollout, scores, version=version, seed=seed, floor_every=floor_every)
