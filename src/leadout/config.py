@@ -235,6 +235,15 @@ class Checkpoint(Section):
     keep: Positive = 2
 
 
+class Audit(Section):
+    """The run's own check that its rollouts are the policy's; stops the run at an e-value of 10,000."""
+
+    every: Count = 0
+    """Audit every n-th step; 0 is off."""
+    tokens: Positive = 500
+    """About how many tokens of such a step are looked at, whole rollouts picked by their id."""
+
+
 class Eval(Section):
     """When the policy is evaluated."""
 
@@ -275,6 +284,7 @@ class RunConfig(Section):
     train: Train = Train()
     pipeline: Pipeline = Pipeline()
     checkpoint: Checkpoint = Checkpoint()
+    audit: Audit = Audit()
     eval: Eval = Eval()
     log: Log = Log()
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -53,7 +53,7 @@ def new_head(
     spec, size = decoder.spec, draft.vocab_size or decoder.spec.vocab_size
     if size > spec.vocab_size:
         raise ConfigError(f"draft.vocab_size must be at most the policy's {spec.vocab_size}, got {size}")
-    layers = draft.layer_ids or (2, spec.num_layers // 2, spec.num_layers - 3)
+    layers = draft.layer_ids or default_layers(spec.num_layers)
     if not all(0 <= layer <= spec.num_layers for layer in layers):
         raise ConfigError(
             f"draft.layer_ids must lie in 0..{spec.num_layers} (the state entering each layer), got {list(layers)}"
@@ -78,6 +78,13 @@ def new_head(
             decoder, [prompt.token_ids for prompt in prompts], size, temperature=temperature, seed=seed, keep=keep
         )
     return initial_head(shape, policy, torch.Generator().manual_seed(seed), token_ids_V=ids, init=draft.init)
+
+
+def default_layers(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's early, middle and late layer; spread evenly over a policy too shallow for them to differ."""
+    if num_layers >= 7:
+        return 2, num_layers // 2, num_layers - 3
+    return 0, num_layers // 2, num_layers
 
 
 def make_drafter(
