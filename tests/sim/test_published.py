@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from leadout.sim.nemo import ROWS, Row, project_rows, scenario
+from leadout.sim.nemo import ROWS, Row, scenario
 from leadout.sim.project import Projection, project
 from leadout.sim.published import published_report
+from leadout.sim.sections import Engine
 from leadout.sim.validation import inter_token_points, serving_points
 
 DATA = os.environ.get("LEADOUT_DATA")
@@ -57,12 +58,8 @@ def test_twice_the_gb200_gains_less_than_1_4_on_a_tail_bound_rollout():
     assert step("GB200", 64)[0] / step("GB200", 128)[0] < 1.4
 
 
-def test_every_row_of_the_table_is_projected_without_fitting():
-    rows = project_rows()
-    assert len(rows) == 18
-    assert all(projection.scenario.training.mfu is None for _, projection in rows)
-
-
-def test_the_report_prints_every_family():
+def test_every_row_of_the_table_is_printed_and_nothing_is_fitted():
     _, data = published_report()
     assert {"kernels", "inter_token", "nemo"} == set(data)
+    assert [item["name"] for item in data["nemo"]] == [r.name for r in ROWS]
+    assert all(scenario(r).training.mfu is None and scenario(r).engine == Engine() for r in ROWS)

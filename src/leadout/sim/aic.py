@@ -89,8 +89,8 @@ def read_tables(root: Path, selection: Selection) -> KernelTables:
 
 def _read(path: Path, where: Mapping[str, object] | None = None) -> Columns:
     """Columns of a parquet file, rows filtered by equality; latency in seconds."""
-    table = import_module("pyarrow.parquet").read_table(path).to_pydict()
-    columns = {name: np.array(values) for name, values in table.items() if name != "power"}
+    table = import_module("pyarrow.parquet").read_table(path)
+    columns = {name: table.column(name).to_numpy() for name in table.column_names if name != "power"}
     keep = np.ones(len(columns["latency"]), dtype=bool)
     for name, value in (where or {}).items():
         if name in columns:

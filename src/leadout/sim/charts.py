@@ -16,7 +16,7 @@ from leadout.sim.present import TABLE_NOTE, Outcome, cost_lines
 from leadout.sim.project import project
 from leadout.sim.ranges import STAGE_ORDER, plain_twin, verdict
 from leadout.sim.scenario import Scenario
-from leadout.sim.sections import Acceptance
+from leadout.sim.sections import Acceptance, Pipeline
 from leadout.sim.setup import Workbench
 
 COLOURS = ("#9aa5b1", "#c08a3e", "#2f6f9f", "#7d5a8c", "#4f8f6f", "#a34a4a")
@@ -41,7 +41,8 @@ def stacked_stages(outcome: Outcome) -> Figure:
 
 def heat_map(scenario: Scenario, bench: Workbench) -> Figure:
     """Rollout speedup by draft length and acceptance rate, with the line where it is 1."""
-    lean = scenario.model_copy(update={"draws": 1})
+    # The rollout stage alone: the same with and without a learner beside it.
+    lean = scenario.model_copy(update={"draws": 1, "pipeline": Pipeline()})
     base = project(plain_twin(lean), bench).rollout_s
     grid = np.ones((len(RATES), len(DRAFTS)))
     assert lean.speculation is not None
