@@ -144,3 +144,13 @@ def test_a_scenario_takes_well_under_a_second_and_a_sweep_point_a_few_millisecon
         project(small(*words), bench)
         count += 1
     assert len(bench._models) == 1 and count == 28
+
+
+@pytest.mark.parametrize("method", ["in_flight", "copy"])
+@pytest.mark.parametrize("mfu", [0.05, 0.38])
+def test_the_bounds_of_an_asynchronous_step_are_close_to_its_event_loop(method, mfu):
+    for lag in (0, 1, 2):
+        scenario = asynchronous(lag, f"training.mfu={mfu}", "draws=3", method=method)
+        quick, full = project(scenario, quick=True).step_s, project(scenario).step_s
+        assert quick <= 1.02 * full
+        assert quick == pytest.approx(full, rel=0.15)

@@ -43,21 +43,36 @@ class Timeline:
         return (self.trained[-1] - self.trained[self.first]) / (len(self.trained) - 1 - self.first)
 
 
-def overlap(setup: Setup, phases: list[RolloutPhase], seconds: dict[Stage, float]) -> Projection:
-    """Project an asynchronous scenario."""
+def overlap(setup: Setup, phases: list[RolloutPhase], seconds: dict[Stage, float], *, quick: bool) -> Projection:
+    """Project an asynchronous scenario; `quick` by its bounds alone, for ranges."""
     learner = learner_seconds(seconds)
-    timeline = run_timeline(setup, learner, seconds[Stage.REFIT])
-    step = timeline.step_s
+    if quick:
+        step, busy = _bound(setup, seconds, learner), sum(p.busy_seconds for p in phases) / len(phases)
+        lags, generating = [setup.scenario.pipeline.max_staleness], busy * setup.layout.gpus
+    else:
+        timeline = run_timeline(setup, learner, seconds[Stage.REFIT])
+        step, generating = timeline.step_s, timeline.busy / (len(timeline.trained) - 1 - timeline.first)
+        lags = [use - made for use, made in enumerate(timeline.version_made)][timeline.first :]
     exposed = dict.fromkeys(Stage, 0.0)
     exposed |= {stage: seconds[stage] for stage in (Stage.REWARD, Stage.LOGPROB, Stage.TRAIN)}
     exposed[Stage.REFIT] = seconds[Stage.REFIT]
     exposed[Stage.ROLLOUT] = max(step - sum(exposed.values()), 0.0)
     scenario = setup.scenario
-    steps = len(timeline.trained) - 1 - timeline.first
-    busy = timeline.busy / steps + learner * scenario.training_gpus
+    busy = generating + learner * scenario.training_gpus
     idle = scenario.gpus * sum(exposed.values()) - busy
-    lags = [use - made for use, made in enumerate(timeline.version_made)][timeline.first :]
     return summarise(setup, phases, seconds, exposed, busy, idle, float(np.mean(lags)))
+
+
+def _bound(setup: Setup, seconds: dict[Stage, float], learner: float) -> float:
+    """Lower bound of a step: the learner, the generators' flow, and the time from start to use spread over the lag.
+
+    A batch starts when the one lag + 1 before it was trained on, so lag + 1 steps hold its drain and its training.
+    """
+    staleness = setup.scenario.pipeline.max_staleness
+    through = (seconds[Stage.ROLLOUT] + learner) / (staleness + 1)
+    in_flight = setup.scenario.refit.method == "in_flight"
+    flow = flow_seconds(setup, staleness + 1) if in_flight else seconds[Stage.ROLLOUT] + seconds[Stage.REFIT]
+    return max(learner, through, flow if staleness else 0.0)
 
 
 def learner_seconds(seconds: dict[Stage, float]) -> float:

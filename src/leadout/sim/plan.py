@@ -164,9 +164,9 @@ def _separate(scenario: Scenario, layouts: list[Candidate], max_lag: int) -> Ite
                 yield _with_k(base, length)
 
 
-def _try(scenario: Scenario, bench: Workbench) -> Candidate | None:
+def _try(scenario: Scenario, bench: Workbench, *, quick: bool = False) -> Candidate | None:
     try:
-        return Candidate(projection=project(scenario, bench))
+        return Candidate(projection=project(scenario, bench, quick=quick))
     except (CapacityError, ConfigError):
         return None
 
@@ -191,7 +191,7 @@ def _paired(one: Scenario, other: Scenario, bench: Workbench) -> tuple[float, fl
             for item, u in zip(fields, unit, strict=False):
                 if item.field in own:
                     scenario = set_value(scenario, item.field, between(item, float(u), scenario))
-            pair.append(_try(scenario, bench))
+            pair.append(_try(scenario, bench, quick=True))
         if pair[0] is not None and pair[1] is not None:
             ratios.append(pair[1].step_s / pair[0].step_s)
     low, middle, high = np.quantile(ratios, (0.05, 0.5, 0.95)) if ratios else (1.0, 1.0, 1.0)

@@ -78,8 +78,11 @@ class Projection:
         return (self.tokens + prompts) / (self.step_s * self.scenario.gpus)
 
 
-def project(scenario: Scenario, bench: Workbench | None = None) -> Projection:
-    """Project a scenario; raises ConfigError or CapacityError with one line when it cannot run."""
+def project(scenario: Scenario, bench: Workbench | None = None, *, quick: bool = False) -> Projection:
+    """Project a scenario; raises ConfigError or CapacityError with one line when it cannot run.
+
+    `quick` takes an asynchronous step from its bounds in place of an event loop.
+    """
     setup = prepare(scenario, bench)
     phases = [run_rollouts(setup, draw_lengths(setup, draw)) for draw in range(scenario.draws)]
     seconds = {
@@ -88,7 +91,7 @@ def project(scenario: Scenario, bench: Workbench | None = None) -> Projection:
     if scenario.pipeline.mode == "async":
         from leadout.sim.asynchronous import overlap
 
-        return overlap(setup, phases, seconds)
+        return overlap(setup, phases, seconds, quick=quick)
     return synchronous(setup, phases, seconds)
 
 

@@ -24,7 +24,7 @@ from leadout.sim.setup import Workbench
 from leadout.sim.shapes import find_model
 from leadout.sim.stages import default_mfu
 
-DRAWS = {"sync": 24, "async": 6}
+DRAWS = 24
 LEVELS = (0.05, 0.95)
 GIVEN = (0.9, 1.11)
 """Range of a constant that the scenario states or a baseline fitted, in units of its value."""
@@ -167,10 +167,10 @@ def compare(projection: Projection, plain: Projection) -> dict[str, float]:
     }
 
 
-def headline(scenario: Scenario, bench: Workbench) -> dict[str, float]:
-    """Headlines of one scenario."""
-    projection = project(scenario, bench)
-    plain = project(plain_twin(scenario), bench) if scenario.speculation is not None else projection
+def headline(scenario: Scenario, bench: Workbench, *, quick: bool = True) -> dict[str, float]:
+    """Headlines of one scenario; `quick` where only their ratios matter."""
+    projection = project(scenario, bench, quick=quick)
+    plain = project(plain_twin(scenario), bench, quick=quick) if scenario.speculation is not None else projection
     return compare(projection, plain)
 
 
@@ -179,17 +179,16 @@ def headline_ranges(scenario: Scenario, bench: Workbench | None = None, draws: i
     bench = bench or Workbench()
     lean = scenario.model_copy(update={"draws": 1})
     inputs = active_inputs(scenario)
-    number = draws or DRAWS[scenario.pipeline.mode]
     sampler = qmc.LatinHypercube(d=max(len(inputs), 1), rng=np.random.default_rng(scenario.seed + 17))
     samples: list[dict[str, float]] = []
-    for unit in sampler.random(number):
+    for unit in sampler.random(draws or DRAWS):
         drawn = lean
         for item, u in zip(inputs, unit, strict=False):
             drawn = set_value(drawn, item.field, between(item, float(u), lean))
         found = _try(lambda drawn=drawn: headline(drawn, bench))  # type: ignore[misc]
         if found is not None:
             samples.append(found)
-    centre, lean_centre = headline(scenario, bench), headline(lean, bench)
+    centre, lean_centre = headline(scenario, bench, quick=False), headline(lean, bench)
     moved = {item.field: _ends(lean, item, bench) for item in inputs}
     return {name: _range(name, value, lean_centre[name], samples, moved) for name, value in centre.items()}
 
