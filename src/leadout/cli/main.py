@@ -14,6 +14,7 @@ from leadout.cli.evaluate import evaluate
 from leadout.cli.failures import run_guarded
 from leadout.cli.models import models
 from leadout.cli.report import report
+from leadout.cli.simulate import plan, simulate
 from leadout.cli.train import train
 
 _HELP = """Train language models with reinforcement learning (GRPO); rollouts by lossless speculative decoding.
@@ -29,6 +30,8 @@ app.command(rich_help_panel="Train")(train)
 app.command(rich_help_panel="Trust")(audit)
 app.command(name="eval", rich_help_panel="Look")(evaluate)
 app.command(rich_help_panel="Look")(report)
+app.command(rich_help_panel="Plan")(simulate)
+app.command(rich_help_panel="Plan")(plan)
 app.add_typer(models, rich_help_panel="Models")
 
 
