@@ -66,7 +66,9 @@ def test_the_length_with_the_best_goodput_is_found():
 
 
 @pytest.mark.parametrize(
-    "machine", [Machine(0.02), Machine(0.4, per_token=2.0, step=1.0), Machine(0.5, draft=8.0)], ids=str
+    "machine",
+    [Machine(0.02), Machine(0.4, per_token=2.0, step=1.0), Machine(0.5, draft=8.0)],
+    ids=["never accepted", "costly positions", "costly drafts"],
 )
 def test_speculation_that_does_not_pay_stays_off_but_for_probes(machine):
     chosen = settle(machine, GoodputLength(5), 8)
