@@ -23,16 +23,19 @@ from tests.equivalence.tiny_engines import (
     eagle3_head,
     engine,
     generate,
+    history_drafter,
     ngram_drafter,
     ragged_requests,
+    small_drafter,
     teacher_forced,
     tokens_of,
     trained_head,
+    with_history,
 )
 from tests.models.tiny import decoder, policy
 
-DRAFTERS = ["ngram", "eagle3", "eagle3-greedy"]
-POINT_MASS = ["ngram", "eagle3-greedy"]
+POINT_MASS = ["ngram", "history", "eagle3-greedy", "small-greedy", "history+eagle3-greedy"]
+DRAFTERS = [*POINT_MASS, "eagle3", "small", "history+eagle3", "history+small"]
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +55,14 @@ def head(llama, fused):
 
 
 def make_drafter(name: str, head, fused, num_slots: int = 16) -> Drafter:
+    if name.startswith("history+"):
+        return with_history(make_drafter(name.removeprefix("history+"), head, fused, num_slots), num_slots)
     if name == "ngram":
         return ngram_drafter(num_slots)
+    if name == "history":
+        return history_drafter(num_slots)
+    if name.startswith("small"):
+        return small_drafter(policy("llama", torch.float64), num_slots, greedy=name == "small-greedy")
     return eagle3_drafter(head, fused, num_slots, greedy=name == "eagle3-greedy")
 
 
@@ -79,7 +88,7 @@ def test_greedy_tokens_are_those_of_plain_decoding_alone(fused, head, plain_gree
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "eagle3-greedy"])
 def test_a_qwen3_policy_decodes_greedily_to_the_same_tokens(name, k):
     model = policy("qwen3", torch.float64, seed=3)
     fused = decoder(model, MAX_LEN)
