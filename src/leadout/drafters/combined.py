@@ -80,7 +80,7 @@ class CombinedDrafter:
         made, index_A = None, np.flatnonzero(asks_B)
         if index_A.size:
             rows = _SomeRows(noise, torch.from_numpy(index_A).to(self._device))
-            made = self.model.propose([slots[i] for i in index_A], lengths_B[index_A], rows)
+            made = self.model.propose([slots[int(i)] for i in index_A], lengths_B[index_A], rows)
         draft = self._joined(found, looks_up_B, made, index_A)
         ended = self._choice.now()
         if made is not None and began is not None and ended is not None:

@@ -81,7 +81,7 @@ class HistoryDrafter:
         for slot, request in zip(slots, requests, strict=True):
             self._rows.open(slot, request)
             self._requests[slot] = (request.prompt.id, request.rollout_id)
-            self.store.touch(request.prompt.id)
+            self.store.start(request.prompt.id, request.rollout_id)
 
     def propose(self, slots: Sequence[int], lengths_B: npt.NDArray[np.int64], noise: Noise) -> Draft:
         """Look every row up."""

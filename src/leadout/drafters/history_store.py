@@ -60,10 +60,20 @@ class HistoryStore:
         if not rollouts:
             del self._prompts[prompt_id]
 
-    def touch(self, prompt_id: str) -> None:
-        """Say that a prompt is in use."""
-        if prompt_id in self._prompts:
-            self._prompts.move_to_end(prompt_id)
+    def start(self, prompt_id: str, rollout_id: RolloutId) -> None:
+        """Say that a rollout of a prompt is being made: an earlier attempt at the very same one is forgotten.
+
+        Made again from the same numbers it would be its own draft, which says nothing about speed.
+        """
+        if prompt_id not in self._prompts:
+            return
+        self._prompts.move_to_end(prompt_id)
+        dropped = self._prompts[prompt_id].pop(rollout_id, None)
+        if dropped is not None:
+            self.num_tokens -= dropped.size
+            self._joined.pop(prompt_id, None)
+            if not self._prompts[prompt_id]:
+                del self._prompts[prompt_id]
 
     def text(self, prompt_id: str) -> npt.NDArray[np.int32]:
         """i32[T]: border, rollout, border, rollout, …; empty for a prompt without history."""

@@ -1,7 +1,8 @@
 """Prompt lookup: propose what followed the same last few tokens earlier in the row's own prompt and output.
 
 A point-mass drafter on the host, no model and no taps: the longest suffix of `max_ngram`..`min_ngram` tokens that
-occurred before decides, its most recent occurrence with enough tokens after it wins. Rows without a match draft nothing.
+occurred before decides, its most recent occurrence with enough tokens after it wins. Rows without a match draft
+nothing.
 
 Axes: B rows, K drafts, T tokens of a row so far.
 """

@@ -115,7 +115,7 @@ class SmallModelDrafter:
         if active.size == 0:
             return Draft(tokens_BK=tokens_BK, counts_B=counts_B, probs=None)
         index_A = torch.from_numpy(active).to(device)
-        tokens_AK, values_AKD = self._draft([slots[i] for i in active], num_drafts, noise, index_A)
+        tokens_AK, values_AKD = self._draft([slots[int(i)] for i in active], num_drafts, noise, index_A)
         tokens_BK[index_A] = tokens_AK
         probs = None
         if values_AKD is not None:

@@ -92,7 +92,8 @@ def verify_mixed(
     sampled = verify_sampled(law, draft, probs, numbers)
     chooses_B = torch.from_numpy(looked_up_B).to(sampled.next_B.device)
     return Verdict(
-        np.where(looked_up_B, exact.accepted_B, sampled.accepted_B), torch.where(chooses_B, exact.next_B, sampled.next_B)
+        np.where(looked_up_B, exact.accepted_B, sampled.accepted_B),
+        torch.where(chooses_B, exact.next_B, sampled.next_B),
     )
 
 

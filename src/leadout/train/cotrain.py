@@ -26,7 +26,7 @@ from leadout.train.chains import Chains, build_chains, unroll
 from leadout.train.draft_loss import (
     acceptance_of_token,
     expected_rounds,
-    soft_cross_entropy,
+    make_loss,
     teacher_probabilities,
     unrolled_loss,
 )
@@ -55,6 +55,7 @@ class DraftTrainer:
             head = head.float()
         self.head = head
         self.settings = settings
+        self._loss = make_loss(settings.loss_fn)
         self.temperature = temperature
         self.version = 0
         self.updates = 0
@@ -179,7 +180,7 @@ class DraftTrainer:
             for step, hidden_BLH in enumerate(hidden, 1):
                 counted_BL = chains.valid_BL(step) & chains.wanted_BL
                 logits_NV = self.head.logits(hidden_BLH[counted_BL])
-                losses.append(soft_cross_entropy(logits_NV, teacher_RV[counted_BL], self.temperature))
+                losses.append(self._loss(logits_NV, teacher_RV[counted_BL], self.temperature))
         return unrolled_loss(losses, self.settings.decay)
 
     def _learn(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward, rows: Sequence[int]) -> None:
@@ -207,7 +208,11 @@ class DraftTrainer:
 
     def _learning_rate(self) -> float:
         settings = self.settings
-        return settings.learning_rate * min(1.0, (self.updates + 1) / max(settings.warmup_steps, 1))
+        warm = min(1.0, (self.updates + 1) / max(settings.warmup_steps, 1))
+        if not settings.decay_updates:
+            return settings.learning_rate * warm
+        left = 1.0 - (self.updates - settings.decay_from) / max(settings.decay_updates - settings.decay_from, 1)
+        return settings.learning_rate * warm * min(1.0, max(left, settings.decay_floor))
 
     def _learn_again(self, forward: PolicyForward, count: int) -> None:
         """As many kept rollouts as fresh ones, run through the present policy again."""
