@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from rich.console import Console
 
 from leadout.build.data import EVALUATION_SEED, load_data, sampling_params
@@ -73,6 +74,7 @@ def train_draft(plan: DraftPlan, out: Path, console: Console) -> dict[str, float
         LeadoutError: bad input, or a folder that holds another training.
 
     """
+    transformers.utils.logging.disable_progress_bar()
     path = resolve(plan.model, progress=console.print)
     fingerprint = plan.fingerprint(policy_hash(path))
     going_on = _open(out, fingerprint)
