@@ -18,7 +18,7 @@ from leadout.config import Dataset, Draft
 from leadout.errors import CheckpointError, ConfigError
 from leadout.models.eagle3_io import read_eagle3
 from leadout.models.loading import load_policy
-from tests.build.tiny_folder import write_policy, write_questions
+from tests.build.tiny_runs import model_folder, write_questions
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> DraftPlan:
     folder = tmp_path_factory.mktemp("policy")
     questions = write_questions(folder / "sums.jsonl")
     return DraftPlan(
-        model=str(write_policy(folder / "policy")),
+        model=str(model_folder(folder / "policy")),
         data={"sums": Dataset(path=questions, prompt_key="question")},
         num_rollouts=40,
         passes=3,

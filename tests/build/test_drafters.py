@@ -19,7 +19,7 @@ from leadout.pipeline.generate import generate
 from leadout.pipeline.requests import make_requests
 from leadout.records import Prompt, SamplingParams
 from leadout.text import TextCodec
-from tests.build.tiny_folder import write_policy
+from tests.build.tiny_runs import model_folder
 from tests.codecs import byte_codec
 
 METHODS = ["eagle3", "ngram", "history", "small_model", "history+eagle3", "history+small_model"]
@@ -28,7 +28,7 @@ METHODS = ["eagle3", "ngram", "history", "small_model", "history+eagle3", "histo
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
-    write_policy(path / "policy")
+    model_folder(path / "policy")
     write_cut_model(path / "policy", [0, 3], path / "small")
     spec = DecoderSpec.from_config(read_config(path / "policy"))
     shape = Eagle3Spec(
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         intermediate_size=48,
         rms_norm_eps=spec.rms_norm_eps,
         rope=spec.rope,
-        max_position_embeddings=256,
+        max_position_embeddings=128,
         vocab_size=spec.vocab_size,
         draft_vocab_size=100,
         layer_ids=(1, 2, 3),
@@ -135,7 +135,7 @@ def test_the_info_of_a_small_model_tells_its_size(folder):
 
 
 def test_the_info_of_a_head_for_a_deeper_policy_names_its_layers(folder, tmp_path):
-    write_policy(tmp_path / "shallow", layers=2)
+    model_folder(tmp_path / "shallow", layers=2)
     with pytest.raises(ModelError, match=r"expected tapped layers in 0\.\.2, got \[1, 2, 3\]"):
         draft_info(str(folder / "head"), str(tmp_path / "shallow"))
 
