@@ -8,7 +8,7 @@ import torch
 
 from leadout.build.draft_info import draft_info
 from leadout.build.generator import make_decoder, make_generator
-from leadout.config import RolloutSection, SpeculativeConfig
+from leadout.config import Dataset, RolloutSection, SpeculativeConfig
 from leadout.errors import LeadoutError, ModelError
 from leadout.models.cut_layers import write_cut_model
 from leadout.models.eagle3 import Eagle3Spec, initial_head
@@ -19,7 +19,7 @@ from leadout.pipeline.generate import generate
 from leadout.pipeline.requests import make_requests
 from leadout.records import Prompt, SamplingParams
 from leadout.text import TextCodec
-from tests.build.tiny_runs import model_folder
+from tests.build.tiny_runs import model_folder, write_questions
 from tests.codecs import byte_codec
 
 METHODS = ["eagle3", "ngram", "history", "small_model", "history+eagle3", "history+small_model"]
@@ -155,3 +155,14 @@ def test_the_info_of_a_missing_tensor_names_it(folder, tmp_path):
 def test_the_info_of_no_folder_says_so():
     with pytest.raises(ModelError, match="which is not there"):
         draft_info("./nowhere")
+
+
+def test_an_untrained_head_is_measured_and_named_as_accepted_next_to_never(folder, tmp_path):
+    from leadout.build.draft_measure import measure_head
+
+    dataset = Dataset(path=write_questions(tmp_path / "sums.jsonl"), prompt_key="question")
+    options = {"num_rollouts": 4, "max_completion_length": 12, "temperature": 0.2}
+    figures = measure_head(str(folder / "head"), str(folder / "policy"), "sums", dataset, **options)
+    assert "trained on other layers" in figures["warning"]
+    assert figures["acceptance"].startswith("length 1.0")
+    assert figures["speedup"].endswith("at batch 8")

@@ -57,7 +57,9 @@ _PACK = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
+class TrainingParts:
+    """What a training is made of."""
+
     prompts: list[Prompt]
     held_out: dict[str, list[Prompt]]
     generator: NativeGenerator
@@ -78,7 +80,7 @@ def train_draft(plan: DraftPlan, out: Path, console: Console) -> dict[str, float
     path = resolve(plan.model, progress=console.print)
     fingerprint = plan.fingerprint(policy_hash(path))
     going_on = _open(out, fingerprint)
-    parts = _build(plan, path, out / "last" if going_on else None)
+    parts = build_parts(plan, path, out / "last" if going_on else None)
     trainer = DraftTrainer(parts.head, draft_settings(plan), temperature=plan.temperature, seed=plan.seed)
     session = _Session(plan, parts, trainer, out, console, fingerprint)
     if going_on:
@@ -106,7 +108,8 @@ def _open(out: Path, fingerprint: Mapping[str, Any]) -> bool:
     return False
 
 
-def _build(plan: DraftPlan, path: Path, last: Path | None) -> _Parts:
+def build_parts(plan: DraftPlan, path: Path, last: Path | None) -> TrainingParts:
+    """Policy, engine, prompts and head; the head comes from `last`, from the plan's `init`, or is new."""
     spec = DecoderSpec.from_config(read_config(path))
     codec = TextCodec.from_pretrained(path)
     prompts, held_out = _prompts(plan, spec, codec)
@@ -131,7 +134,7 @@ def _build(plan: DraftPlan, path: Path, last: Path | None) -> _Parts:
     forward = ForwardSettings(
         temperature=plan.temperature, max_completions=_PACK, autocast=plan.dtype == "bfloat16", chunk_size=1024
     )
-    return _Parts(
+    return TrainingParts(
         prompts=prompts,
         held_out=held_out,
         generator=make_generator(decoder, codec, section, num_rows=plan.batch),
@@ -164,7 +167,7 @@ class _Session:
     def __init__(
         self,
         plan: DraftPlan,
-        parts: _Parts,
+        parts: TrainingParts,
         trainer: DraftTrainer,
         out: Path,
         console: Console,

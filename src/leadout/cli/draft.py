@@ -53,6 +53,12 @@ def init(
 def info(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a draft head or small model.")],
     model: Annotated[str | None, typer.Option(metavar="MODEL", help="The policy that it should fit.")] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DATA", help="Also measure a head's acceptance on rollouts of these prompts.")
+    ] = None,
+    rollouts: Annotated[int, typer.Option(min=1, help="Rollouts to measure on.")] = 16,
+    max_completion_length: Annotated[int, typer.Option(min=2, help="Tokens per rollout.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
 ) -> None:
     """Say what a drafter folder holds, or what is wrong with it.
 
@@ -61,6 +67,24 @@ def info(
     from leadout.build.draft_info import draft_info
 
     for name, figure in draft_info(folder, model).items():
+        typer.echo(f"{name:<14} {figure}")
+    if data is None:
+        return
+    if model is None:
+        raise ConfigError("--data needs --model, the policy whose rollouts are measured on")
+    from leadout.build.draft_measure import measure_head
+
+    name, dataset = _dataset(data)
+    figures = measure_head(
+        folder,
+        model,
+        name,
+        dataset,
+        num_rollouts=rollouts,
+        max_completion_length=max_completion_length,
+        temperature=temperature,
+    )
+    for name, figure in figures.items():
         typer.echo(f"{name:<14} {figure}")
 
 
@@ -92,10 +116,9 @@ def train(
 
     Example: leadout draft train --model smollm2-135m --data arithmetic --out drafts/mine --vocab-size 8192
     """
-    from rich.console import Console
-
     from leadout.build.draft_plan import DraftPlan
     from leadout.build.draft_training import LENGTH, train_draft
+    from leadout.build.run import make_console
     from leadout.recipe.problems import first_problem
 
     try:
@@ -116,7 +139,7 @@ def train(
         init=start,
         seed=seed,
     )
-    best = train_draft(plan, out, Console(width=None))
+    best = train_draft(plan, out, make_console())
     typer.echo(f"best: acceptance length {best[LENGTH]:.3f} after {best['rollouts']:.0f} rollouts, in {out}")
     typer.echo(f"\nNext: leadout train RECIPE rollout.speculative_config.model={out}", err=True)
 
