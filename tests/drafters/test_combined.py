@@ -42,7 +42,7 @@ def exact_law(table: torch.Tensor, prompt: tuple[int, int], length: int) -> np.n
 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_mixed_rounds_emit_whole_sequences_with_the_policys_law(reduced):
-    vocab_size, length, num_rollouts = 3, 4, 12_000
+    vocab_size, length, num_rollouts = 3, 4, 6_000
     table = markov_table(vocab_size, seed=1, scale=1.5)
     q, ids = model_table(vocab_size), None
     if reduced:
