@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -105,12 +106,13 @@ def test_runs_without_a_trained_drafter_report_none(tmp_path, model, method):
 
 def test_plain_and_looked_up_runs_in_float64_have_the_same_rollouts(tmp_path, model):
     texts = []
-    for name, speculation in (("plain", None), ("ngram", {"method": "ngram", "num_speculative_tokens": 3})):
+    lookups = [(name, {"method": name, "num_speculative_tokens": 3}) for name in ("ngram", "history")]
+    for name, speculation in [("plain", None), *lookups]:
         path = recipe(tmp_path, model, name=name, rollout__speculative_config=speculation, rollout__dtype="float64")
         folder, _ = train(path, "train.dtype=float64", "pipeline.max_steps=2")
         lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
         texts.append([(line["step"], line.get("completion", line.get("text"))) for line in lines])
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
     assert len(texts[0]) == 12
 
 
@@ -150,3 +152,17 @@ def test_a_killed_run_resumes_to_the_metrics_and_rollouts_of_one_that_was_left_a
     assert (folder / "rollouts.jsonl").read_bytes() == (unbroken / "rollouts.jsonl").read_bytes()
     for name, tensor in policy_after(unbroken, STEPS).items():
         assert torch.equal(policy_after(folder, STEPS)[name], tensor)
+
+
+def test_a_resumed_run_drafts_from_the_history_of_before(tmp_path, model):
+    speculation = {"method": "history+eagle3", "num_speculative_tokens": 2}
+    # Six prompts in four steps of two: the last step meets prompts of the first ones again.
+    changes = {"rollout__speculative_config": speculation, "data__train": {"task": "arithmetic", "num_rows": 6}}
+    whole, _ = train(recipe(tmp_path, model, name="whole", **changes))
+    broken, _ = train(recipe(tmp_path, model, name="broken", **changes))
+    shutil.rmtree(broken / "checkpoints" / "step_000004")
+    (broken / "closing.json").unlink()
+    train(broken / "config.yaml", resume=broken)
+    assert unmeasured(broken) == unmeasured(whole)
+    lines = (whole / "rollouts.jsonl").read_bytes()
+    assert (broken / "rollouts.jsonl").read_bytes() == lines

@@ -25,12 +25,12 @@ EOS = 256
 STEPS = 4
 
 
-def model_folder(folder: Path, *, template: bool = True, context: int = 128, seed: int = 0) -> Path:
-    """A random Llama of four layers with a byte tokenizer, as transformers saves them."""
+def model_folder(folder: Path, *, template: bool = True, context: int = 128, seed: int = 0, layers: int = 4) -> Path:
+    """A random Llama with a byte tokenizer, as transformers saves them."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=48,
@@ -45,6 +45,13 @@ def model_folder(folder: Path, *, template: bool = True, context: int = 128, see
     codec = byte_codec() if template else byte_codec(template=None)
     codec._tokenizer.save_pretrained(folder)
     return folder
+
+
+def write_questions(path: Path, count: int = 40) -> Path:
+    """Rows with `question` and `answer`."""
+    rows = [{"question": f"{i}+{i % 7}?", "answer": str(i + i % 7)} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def recipe(folder: Path, model: Path, **changes: Any) -> Path:

@@ -123,6 +123,7 @@ def _settings(config: RunConfig, params: SamplingParams) -> LearnerSettings:
 def _draft_settings(config: RunConfig) -> DraftSettings:
     draft = config.draft
     return DraftSettings(
+        loss_fn=draft.loss_fn,
         steps=draft.ttt_steps,
         decay=draft.ttt_decay,
         learning_rate=draft.learning_rate,

@@ -226,7 +226,7 @@ def _make_head(
 ) -> Eagle3Head | None:
     """The EAGLE-3 head a run starts from: the recipe's, the one an earlier start made, or a new one."""
     speculation = config.rollout.speculative_config
-    if speculation is None or speculation.method != "eagle3":
+    if speculation is None or speculation.draft_model != "eagle3":
         return None
     if speculation.model is not None:
         return load_head(speculation.model, weights)

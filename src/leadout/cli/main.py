@@ -10,6 +10,7 @@ import typer.main
 
 import leadout
 from leadout.cli.audit import audit
+from leadout.cli.draft import draft
 from leadout.cli.evaluate import evaluate
 from leadout.cli.failures import run_guarded
 from leadout.cli.models import models
@@ -32,6 +33,7 @@ app.command(name="eval", rich_help_panel="Look")(evaluate)
 app.command(rich_help_panel="Look")(report)
 app.command(rich_help_panel="Plan")(simulate)
 app.command(rich_help_panel="Plan")(plan)
+app.add_typer(draft, rich_help_panel="Models")
 app.add_typer(models, rich_help_panel="Models")
 
 
