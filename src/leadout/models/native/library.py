@@ -1,0 +1,124 @@
+"""The native kernels as Python functions, or None with one line in the log that says why not.
+
+Axes: X positions, V vocabulary, C blocks of 512 of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+
+import torch
+
+from leadout.models.native.build import BuildError, build
+
+_log = logging.getLogger(__name__)
+
+_pointer, _int, _long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+LAW_BLOCK = 512
+"""Width of the blocks whose sums `law` leaves."""
+
+
+class SpecFields(ctypes.Structure):
+    """`Spec` in decoder.hpp."""
+
+    _fields_ = [
+        *((name, _int) for name in ("hidden", "layers", "heads", "kv_heads", "dim", "inner", "vocab", "qk_norm")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class BlockFields(ctypes.Structure):
+    """`Block` in decoder.hpp."""
+
+    _fields_ = [
+        *((name, _pointer) for name in ("tokens", "counts", "lengths", "rows")),
+        ("batch", _int),
+        ("width", _int),
+        ("caches", _pointer),
+        ("row_stride", _long),
+        ("head_stride", _long),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "lo_has_kernels": (_int, [_int]),
+    "lo_configure": (None, [_int, _int]),
+    "lo_decoder_new": (_pointer, [_pointer]),
+    "lo_decoder_free": (None, [_pointer]),
+    "lo_decoder_layer": (None, [_pointer, _int, *[_pointer] * 12]),
+    "lo_decoder_ends": (None, [_pointer, *[_pointer] * 5, _int]),
+    "lo_decoder_forward": (None, [_pointer, _pointer, _pointer, _int, _pointer, _pointer]),
+    "lo_decoder_logits": (None, [_pointer, _pointer, _int, _long, _pointer]),
+    "lo_law": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
+    "lo_draw": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
+}
+
+
+class NativeLibrary:
+    """The loaded library; sizes and types are checked here, since C++ trusts its caller."""
+
+    def __init__(self, path: str) -> None:
+        self.functions = ctypes.CDLL(path)
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self.functions, name)
+            function.restype, function.argtypes = result, arguments
+        self._threads = 0
+        # Helpers that spin between calls would take the core from others that were told to wait passively.
+        self._spin_us = 20 if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else 300
+        self.follow_threads()
+
+    def follow_threads(self) -> None:
+        """Use as many threads as PyTorch does at this moment."""
+        threads = torch.get_num_threads()
+        if threads != self._threads:
+            self.functions.lo_configure(threads, self._spin_us)
+            self._threads = threads
+
+    def law(self, logits_XV: torch.Tensor, temperature_X: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Weights, block sums and totals of ``exp((logit - largest) / temperature)``, in place on the logits.
+
+        `logits_XV` is f32 with rows that lie V or V rounded up to 512 elements apart; returns f32[X, 512 C], f32[X, C]
+        and f64[X]. Temperature 0 puts weight 1 on the largest, lowest id first.
+        """
+        num_rows, vocab_size = logits_XV.shape
+        blocks = -(-vocab_size // LAW_BLOCK)
+        stride = logits_XV.stride(0) if num_rows > 1 else blocks * LAW_BLOCK
+        assert logits_XV.dtype is torch.float32 and logits_XV.stride(1) == 1 and stride == blocks * LAW_BLOCK
+        temperature_X = temperature_X.to(torch.float64).contiguous()
+        sums_XC = torch.empty((num_rows, blocks), dtype=torch.float32)
+        total_X = torch.empty(num_rows, dtype=torch.float64)
+        self.follow_threads()
+        self.functions.lo_law(
+            logits_XV.data_ptr(), num_rows, stride, vocab_size, temperature_X.data_ptr(), sums_XC.data_ptr(), total_X.data_ptr()
+        )
+        return logits_XV.as_strided((num_rows, blocks * LAW_BLOCK), (stride, 1)), sums_XC, total_X
+
+    def draw(self, weights_XV: torch.Tensor, sums_XC: torch.Tensor, uniforms_X: torch.Tensor) -> torch.Tensor:
+        """i64[X]: the token whose slice of the cumulative distribution holds each uniform."""
+        num_rows, blocks = sums_XC.shape
+        assert weights_XV.dtype is sums_XC.dtype is torch.float32 and uniforms_X.dtype is torch.float64
+        assert weights_XV.shape == (num_rows, blocks * LAW_BLOCK) and uniforms_X.shape == (num_rows,)
+        assert weights_XV.stride(1) == 1 and sums_XC.is_contiguous()
+        uniforms_X = uniforms_X.contiguous()
+        ids_X = torch.empty(num_rows, dtype=torch.int64)
+        self.functions.lo_draw(
+            weights_XV.data_ptr(), num_rows, weights_XV.stride(0), blocks, sums_XC.data_ptr(), uniforms_X.data_ptr(), ids_X.data_ptr()
+        )
+        return ids_X
+
+
+@functools.cache
+def native_library() -> NativeLibrary | None:
+    """The kernels, built on first use; None, logged once, where they cannot be had or ``LEADOUT_NATIVE=0``."""
+    if os.environ.get("LEADOUT_NATIVE") == "0":
+        _log.warning("native kernels are off (LEADOUT_NATIVE=0), the slower PyTorch operators are used")
+        return None
+    try:
+        return NativeLibrary(str(build()))
+    except (BuildError, OSError) as error:
+        _log.warning("native kernels are off, the slower PyTorch operators are used: %s", error)
+        return None
