@@ -15,6 +15,7 @@ namespace leadout {
 
 constexpr int kColumns = 32;
 constexpr int kTileRows = 13;
+constexpr int kStreamRows = 5;
 constexpr int kGroupRows = 20 * kTileRows;  // rows that share a pass over a block: their input stays in cache
 
 inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
@@ -128,12 +129,14 @@ void multiply(Pool& pool, const bf16* x, size_t stride, int rows, const Linear& 
     const char* ahead = reinterpret_cast<const char*>(linear.block(j + 1));
     if (j + 1 == linear.blocks || piece + 1 == pool.first_piece(groups * linear.blocks, thread + 1))
       ahead = next ? reinterpret_cast<const char*>(next->block(pool.first_piece(next->blocks, thread))) : nullptr;
-    const int step = ahead ? (8 + tiles - 1) / tiles : 0;
+    // With few rows the product only waits for memory, and the processor's own prefetching streams best alone.
+    const bool streams = end - begin <= kStreamRows && ahead == reinterpret_cast<const char*>(linear.block(j + 1));
+    const int step = ahead && !streams ? (8 + tiles - 1) / tiles : 0;
     const size_t share = static_cast<size_t>(step) * 64 * (pairs / 4);
     alignas(64) float y[kTileRows * kColumns];
     for (int t = 0; t < tiles; ++t) {
       const int row0 = begin + (end - begin) * t / tiles, count = begin + (end - begin) * (t + 1) / tiles - row0;
-      const bool wanted = ahead && share * t < bytes;
+      const bool wanted = step && share * t < bytes;
       tile_of(count, x + row0 * stride, stride, linear.block(j), pairs, wanted ? ahead + share * t : nullptr,
               wanted ? step : 0, y);
       finish(j, row0, count, y);

@@ -86,7 +86,7 @@ class NativeLibrary:
         """
         num_rows, vocab_size = logits_XV.shape
         blocks = -(-vocab_size // LAW_BLOCK)
-        stride = logits_XV.stride(0) if num_rows > 1 else blocks * LAW_BLOCK
+        stride = logits_XV.stride(0)
         assert logits_XV.dtype is torch.float32 and logits_XV.stride(1) == 1 and stride == blocks * LAW_BLOCK
         temperature_X = temperature_X.to(torch.float64).contiguous()
         sums_XC = torch.empty((num_rows, blocks), dtype=torch.float32)
@@ -102,8 +102,8 @@ class NativeLibrary:
         num_rows, blocks = sums_XC.shape
         assert weights_XV.dtype is sums_XC.dtype is torch.float32 and uniforms_X.dtype is torch.float64
         assert weights_XV.shape == (num_rows, blocks * LAW_BLOCK) and uniforms_X.shape == (num_rows,)
-        assert weights_XV.stride(1) == 1 and sums_XC.is_contiguous()
-        uniforms_X = uniforms_X.contiguous()
+        assert weights_XV.stride(1) == 1
+        sums_XC, uniforms_X = sums_XC.contiguous(), uniforms_X.contiguous()
         ids_X = torch.empty(num_rows, dtype=torch.int64)
         self.functions.lo_draw(
             weights_XV.data_ptr(), num_rows, weights_XV.stride(0), blocks, sums_XC.data_ptr(), uniforms_X.data_ptr(), ids_X.data_ptr()
