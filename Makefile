@@ -10,6 +10,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# One test process per core, one thread each: threads of several processes on the same cores wait for each other.
+WORKERS ?= auto
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -27,7 +29,8 @@ demo: install
 	$(BIN)/leadout train recipes/demo.yaml
 
 test: lint
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+	    --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff format --check $(SOURCES)

@@ -277,6 +277,8 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     log: Log = Log()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU where there is one."""
     threads: Count = 0
     """CPU threads; 0 takes all cores."""
 

@@ -58,15 +58,16 @@ class MarkovDecoder:
     ) -> DecoderStates:
         batch, width = tokens_BN.shape
         self.forward_widths.append((batch, width))
-        hidden = torch.zeros(batch, width, 2 * self.vocab_size, dtype=torch.float64)
         counts = np.full(batch, width) if counts_B is None else counts_B
-        for b, slot in enumerate(slots):
-            start = int(kv.lengths[slot])
-            self._memory_SL[slot, start : start + counts[b]] = tokens_BN[b, : counts[b]]
-            for n in range(int(counts[b])):
-                before = int(self._memory_SL[slot, start + n - 1]) if start + n else 0
-                hidden[b, n, before] = 1.0
-                hidden[b, n, self.vocab_size + int(tokens_BN[b, n])] = 1.0
+        slots_B1 = torch.as_tensor(list(slots))[:, None]
+        position_BN = torch.from_numpy(kv.lengths[list(slots)])[:, None] + torch.arange(width)
+        real_BN = torch.arange(width) < torch.from_numpy(np.asarray(counts))[:, None]
+        self._memory_SL[slots_B1.expand(-1, width)[real_BN], position_BN[real_BN]] = tokens_BN[real_BN]
+        before_BN = self._memory_SL[slots_B1, (position_BN - 1).clamp_min(0)]
+        before_BN = torch.where(position_BN > 0, before_BN, 0).clamp_min(0)
+        one_hot = torch.nn.functional.one_hot
+        pair = torch.cat([one_hot(before_BN, self.vocab_size), one_hot(tokens_BN, self.vocab_size)], -1)
+        hidden = pair.double() * real_BN[..., None]
         return DecoderStates(hidden_BNH=hidden, taps_BNF=hidden.clone() if taps else None)
 
     def logits(self, hidden_XH: torch.Tensor) -> torch.Tensor:
@@ -91,8 +92,10 @@ class SharedMemoryKV(KVSlots):
     def copy_prefix(self, source_slot: int, target_slots: Sequence[int], length: int) -> None:
         super().copy_prefix(source_slot, target_slots, length)
         memory = self._decoder._memory_SL
-        for target in target_slots:
-            memory[target, :length] = memory[source_slot, :length]
+        memory[list(target_slots), :length] = memory[source_slot, :length]
+
+    def _copy_rows(self, source: int, rows: slice | torch.Tensor, length: int) -> None:
+        """The Markov decoder keeps its memory by slot, so nothing moves."""
 
 
 class TableDrafter:
@@ -139,8 +142,7 @@ class TableDrafter:
     def observe(
         self, slots: Sequence[int], tokens_BN: torch.Tensor, counts_B: np.ndarray, taps_BNF: torch.Tensor | None
     ) -> None:
-        for b, slot in enumerate(slots):
-            self.last_S[slot] = int(tokens_BN[b, counts_B[b] - 1])
+        self.last_S[list(slots)] = tokens_BN.numpy()[np.arange(len(slots)), counts_B - 1]
 
     def release(self, slots: Sequence[int]) -> None:
         self.last_S[list(slots)] = 0

@@ -178,6 +178,7 @@ def make_learner(
     temperature: float = 1.0,
     max_completions: int = 8,
     is_policy_law: bool = True,
+    autocast: bool = False,
     **others,
 ) -> LocalLearner:
     drafter = None
@@ -189,5 +190,5 @@ def make_learner(
         update=update or UpdateSettings(),
         is_policy_law=is_policy_law,
     )
-    forward = make_forward(model, temperature=temperature, max_completions=max_completions)
+    forward = make_forward(model, temperature=temperature, max_completions=max_completions, autocast=autocast)
     return LocalLearner(forward, weight_update, settings, drafter=drafter, **others)

@@ -153,12 +153,15 @@ def test_the_loss_of_the_first_step_is_zero_for_a_mean_per_rollout():
 
 
 @pytest.mark.parametrize("recompute", ["auto", "always"])
-def test_the_policy_is_the_same_to_the_bit_with_and_without_draft_training(recompute):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_policy_is_the_same_to_the_bit_with_and_without_draft_training(recompute, autocast):
     groups = rewarded(random_groups(RAGGED))
+    violent = DraftSettings(autocast=autocast, learning_rate=10.0, warmup_steps=1, max_grad_norm=1e9)
     results = []
-    for draft in (None, DRAFT, DraftSettings(autocast=False, learning_rate=10.0, warmup_steps=1, max_grad_norm=1e9)):
+    for draft in (None, DraftSettings(autocast=autocast), violent):
         model = tiny_policy(torch.float32)
-        learner = make_learner(model, draft=draft, update=UpdateSettings(recompute=recompute), max_completions=3)
+        update = UpdateSettings(recompute=recompute)
+        learner = make_learner(model, draft=draft, update=update, max_completions=3, autocast=autocast)
         for _ in range(2):
             learner.step(groups, learner.logprobs(groups))
         results.append(weights(model))

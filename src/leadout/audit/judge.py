@@ -173,7 +173,9 @@ def _conclude(sample: AuditSample, results: list[TestResult], short: tuple[Short
     if failed:
         tests = sorted({result.test for result in failed})
         if tests == ["T4"]:
-            return Outcome.FAIL, "lossless as far as T1 to T3 see, but not by the declared rule: T4 fails"
+            return Outcome.FAIL, (
+                f"lossless as far as T1 to T3 see, but not by the declared rule: T4 fails ({failed[0].name})"
+            )
         worst = "; ".join(f"{f.test} ({f.name}, {f.class_name})" for f in failed[:3])
         first = f" ({sample.bookkeeping[0]})" if sample.bookkeeping else ""
         return Outcome.FAIL, f"the tokens are not the policy's: {worst}{first}"

@@ -11,7 +11,7 @@ from leadout.build.drafter import draft_shapes, make_drafter
 from leadout.config import RolloutSection, SpeculativeConfig
 from leadout.draft_length.controller import DraftLength, FixedLength, GoodputLength
 from leadout.draft_length.costs import CostProfile
-from leadout.errors import CapacityError
+from leadout.errors import CapacityError, ConfigError
 from leadout.interfaces import Drafter
 from leadout.models.decoder import FusedDecoder
 from leadout.models.eagle3 import Eagle3Head
@@ -58,9 +58,18 @@ class UpdateGate:
         return received.report
 
 
-def make_decoder(spec: DecoderSpec, weights: Mapping[str, torch.Tensor], *, dtype: str, max_len: int) -> FusedDecoder:
+def make_device(name: str) -> torch.device:
+    """Where policy, drafter and engine live. Raises ConfigError for a GPU that is not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda needs a GPU that PyTorch can use, and there is none; set device: cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def make_decoder(
+    spec: DecoderSpec, weights: Mapping[str, torch.Tensor], *, dtype: str, max_len: int, device: torch.device
+) -> FusedDecoder:
     """The generating policy with its first weights."""
-    decoder = FusedDecoder(spec, dtype=DTYPES[dtype], device="cpu", max_len=max_len)
+    decoder = FusedDecoder(spec, dtype=DTYPES[dtype], device=device, max_len=max_len)
     decoder.load(weights)
     return decoder
 

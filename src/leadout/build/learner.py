@@ -20,9 +20,9 @@ from leadout.train.loss import LossSettings
 from leadout.train.settings import DraftSettings, OptimizerSettings, UpdateSettings
 
 
-def load_trainable(path: Path, dtype: str) -> Any:
+def load_trainable(path: Path, dtype: str, device: torch.device) -> Any:
     """The policy that learns: fp32 weights (fp64 in float64), whatever the type of its matrix products."""
-    return load_policy(path, torch.float64 if dtype == "float64" else torch.float32)
+    return load_policy(path, torch.float64 if dtype == "float64" else torch.float32).to(device)
 
 
 def make_learner(
@@ -30,16 +30,20 @@ def make_learner(
 ) -> LocalLearner:
     """The learner of a run; `head` is trained along where the recipe says so."""
     if config.train.gradient_checkpointing:
+        # transformers checkpoints in training mode only; these families have no dropout to switch on.
+        model.train()
         model.gradient_checkpointing_enable()
         model.config.use_cache = False
     reference = None
     if config.grpo.beta > 0.0:
         reference = PackedForward(
-            load_trainable(path, config.train.dtype).requires_grad_(False), _forward_settings(config)
+            load_trainable(path, config.train.dtype, model.device).requires_grad_(False), _forward_settings(config)
         )
     drafter = None
     if head is not None and config.trains_drafter:
-        drafter = DraftTrainer(head, _draft_settings(config), temperature=config.rollout.temperature, seed=config.seed)
+        drafter = DraftTrainer(
+            head.to(model.device), _draft_settings(config), temperature=config.rollout.temperature, seed=config.seed
+        )
     return LocalLearner(
         PackedForward(model, _forward_settings(config)),
         weight_update,

@@ -9,6 +9,7 @@ import typer
 import typer.main
 
 import leadout
+from leadout.cli.audit import audit
 from leadout.cli.evaluate import evaluate
 from leadout.cli.failures import run_guarded
 from leadout.cli.models import models
@@ -25,6 +26,7 @@ _EXAMPLE = "Example: leadout train recipes/demo.yaml pipeline.max_steps=5"
 app = typer.Typer(name="leadout", help=_HELP, epilog=_EXAMPLE, add_completion=False, rich_markup_mode="rich")
 
 app.command(rich_help_panel="Train")(train)
+app.command(rich_help_panel="Trust")(audit)
 app.command(name="eval", rich_help_panel="Look")(evaluate)
 app.command(rich_help_panel="Look")(report)
 app.add_typer(models, rich_help_panel="Models")

@@ -6,6 +6,7 @@ never on the token about to be drawn or on rejected drafts: either would bias wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,17 +32,23 @@ class RoundOutcome:
     """Drafts verified in each row."""
     accepted_B: npt.NDArray[np.int64]
     """Drafts accepted in each row."""
-    draft_seconds: float | None
-    """Seconds spent drafting; None when the drafter also caught up on tokens it had not seen."""
+    draft_seconds: float
+    """Seconds spent drafting."""
     verify_seconds: float
     """Seconds of everything else in the round."""
+    backlog: int = 0
+    """Tokens, over all rows, that the drafter had to catch up on first."""
 
 
 class DraftLength(Protocol):
     """Chooses k."""
 
-    def choose(self, rows: int) -> int:
-        """Drafts per row for a round of `rows` live rows; 0 is a plain step."""
+    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> int:
+        """Drafts per row for a round of `rows` live rows; 0 is a plain step.
+
+        `backlog`: tokens, over all rows, that the drafter would first have to catch up on; `remaining`: mean tokens
+        that the rows may still generate, over which that pays back.
+        """
         ...
 
     def record(self, outcome: RoundOutcome) -> None:
@@ -63,7 +70,7 @@ class FixedLength:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def choose(self, rows: int) -> int:
+    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> int:
         """k, whatever the load."""
         return self._num_drafts
 
@@ -93,7 +100,7 @@ class GoodputLength:
         self._rounds_off = _PROBE_AFTER
         self._most_rows = 0
 
-    def choose(self, rows: int) -> int:
+    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> int:
         """k for the next round."""
         if self.costs.forward.is_empty:
             return 0
@@ -101,16 +108,19 @@ class GoodputLength:
             self._rounds_off = 0
             self._most_rows = 0
             return min(3, self._max_length)
-        goodput_K = self.forecast(rows)
+        goodput_K = self.forecast(rows, backlog=backlog, remaining=remaining)
         best = int(goodput_K.argmax())
         if goodput_K[best] > _HYSTERESIS * goodput_K[self._current]:
             self._current = best
         return self._current
 
-    def forecast(self, rows: int) -> npt.NDArray[np.float64]:
-        """f64[K+1]: tokens per second for k = 0..K at this load."""
+    def forecast(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> npt.NDArray[np.float64]:
+        """f64[K+1]: tokens per second for k = 0..K at this load, catching up spread over the rounds that remain."""
+        committed_K = self.acceptance.expected_committed()
         seconds_K = np.array([self.costs.round_seconds(rows, k) for k in range(self._max_length + 1)])
-        return np.asarray(rows * self.acceptance.expected_committed() / seconds_K)
+        rounds_K = np.maximum(remaining / committed_K, 1.0)
+        seconds_K[1:] += self.costs.catch_up_seconds(backlog) / rounds_K[1:]
+        return np.asarray(rows * committed_K / seconds_K)
 
     def _probe_is_due(self, rows: int) -> bool:
         if self._current:
@@ -123,7 +133,7 @@ class GoodputLength:
     def record(self, outcome: RoundOutcome) -> None:
         """Update acceptance and costs."""
         rows = int(outcome.drafted_B.shape[0])
-        self.costs.record(rows, outcome.num_drafts, outcome.draft_seconds, outcome.verify_seconds)
+        self.costs.record(rows, outcome.num_drafts, outcome.draft_seconds, outcome.verify_seconds, outcome.backlog)
         if outcome.num_drafts:
             self.acceptance.record(outcome.drafted_B, outcome.accepted_B)
 

@@ -53,11 +53,12 @@ class Curve:
 
 
 class CostProfile:
-    """Seconds of a forward pass by tokens, and of one draft position by rows."""
+    """Seconds of a forward pass by tokens, of one draft position by rows, and of catching up by backlog tokens."""
 
     def __init__(self, forward: Curve | None = None, draft: Curve | None = None, *, frozen: bool = False) -> None:
         self.forward = forward or Curve()
         self.draft = draft or Curve()
+        self._catch_up_per_token: float | None = None
         self._frozen = frozen
 
     @classmethod
@@ -85,18 +86,33 @@ class CostProfile:
         """Whether measurements are ignored, which makes choices independent of the clock."""
         return self._frozen
 
-    def record(self, rows: int, num_drafts: int, draft_seconds: float | None, verify_seconds: float) -> None:
-        """Take one round; `draft_seconds` is None when drafting did extra work that will not recur."""
+    def record(self, rows: int, num_drafts: int, draft_seconds: float, verify_seconds: float, backlog: int = 0) -> None:
+        """Take one round; with a backlog the draft's time counts as catching up, less what the drafts alone cost."""
         if self._frozen:
             return
         self.forward.record(rows * (num_drafts + 1), verify_seconds)
-        if num_drafts and draft_seconds is not None:
+        if not num_drafts:
+            return
+        if backlog:
+            extra = max(0.0, draft_seconds - num_drafts * self._per_draft(rows)) / backlog
+            before = extra if self._catch_up_per_token is None else self._catch_up_per_token
+            self._catch_up_per_token = before + _SMOOTHING * (extra - before)
+        else:
             self.draft.record(rows, draft_seconds / num_drafts)
 
     def round_seconds(self, rows: int, num_drafts: int) -> float:
-        """Forecast of a whole round. An unmeasured draft counts as a tenth of a plain step per position."""
+        """Forecast of a whole round."""
         forward = self.forward.at(rows * (num_drafts + 1))
-        if not num_drafts:
-            return forward
-        per_draft = 0.1 * self.forward.at(rows) if self.draft.is_empty else self.draft.at(rows)
-        return forward + num_drafts * per_draft
+        return forward + num_drafts * self._per_draft(rows) if num_drafts else forward
+
+    def catch_up_seconds(self, backlog: int) -> float:
+        """Forecast of running tokens the drafter has not seen; unmeasured, a tenth of the policy's own pass."""
+        if not backlog:
+            return 0.0
+        if self._catch_up_per_token is None:
+            return 0.1 * self.forward.at(backlog)
+        return self._catch_up_per_token * backlog
+
+    def _per_draft(self, rows: int) -> float:
+        """Seconds of one draft position; unmeasured, a tenth of a plain step."""
+        return 0.1 * self.forward.at(rows) if self.draft.is_empty else self.draft.at(rows)

@@ -17,7 +17,7 @@ import torch
 
 from leadout.draft_length.controller import DraftLength
 from leadout.errors import CapacityError, ConfigError, RefitError
-from leadout.interfaces import Running
+from leadout.interfaces import Drafter, Running
 from leadout.records import (
     Capabilities,
     Finish,
@@ -51,7 +51,8 @@ class NativeGenerator:
         self._rows: dict[int, Row] = {}
         self._live: LiveRows | None = None
         self._done: list[Rollout] = []
-        self._plain_since_draft = True
+        self._drafted_up_to_S = np.zeros(num_slots, np.int64)
+        """Cache length at the end of each slot's last drafted round."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -202,8 +203,15 @@ class NativeGenerator:
             if self._parts.drafter is not None:
                 self._parts.drafter.observe(live.slots, tokens_B1, np.ones(len(rows), np.int64), None)
             self._done.extend(self._release(ended))
-        self._plain_since_draft = True
         self._live = None
+
+    def _backlog(self, drafter: Drafter) -> int:
+        """Tokens that a drafter with taps has to run before it can draft; none while it drafts every round."""
+        assert self._live is not None
+        if not drafter.taps:
+            return 0
+        behind_B = self._parts.kv.lengths[self._live.slots] - self._drafted_up_to_S[self._live.slots]
+        return int(behind_B.sum())
 
     def _open(self, request: Request, slot: int) -> Row:
         params, given = request.params, request.given
@@ -225,6 +233,7 @@ class NativeGenerator:
             for token in given.token_ids.tolist():
                 watch.push(token)
         self._rows[slot] = row
+        self._drafted_up_to_S[slot] = 0
         self._table.open(row)
         output = torch.from_numpy(self._table.tokens(slot).copy()).to(self._parts.device)
         prompt = torch.from_numpy(request.prompt.token_ids.astype(np.int64)).to(self._parts.device)
@@ -235,12 +244,15 @@ class NativeGenerator:
         if self._live is None:
             order = self._parts.kv.order(list(self._rows))
             self._live = LiveRows.of([self._rows[slot] for slot in order], self._parts.device)
-        num_drafts = 0
+        num_drafts, backlog = 0, 0
         if self._parts.drafter is not None:
-            num_drafts = self._parts.draft_length.choose(len(self._live.rows))
-        catches_up = bool(num_drafts) and self._plain_since_draft
-        ended, outcome = run_round(self._parts, self._sampler, self._table, self._live, num_drafts, catches_up)
-        self._plain_since_draft = outcome.num_drafts == 0
+            backlog = self._backlog(self._parts.drafter)
+            num_drafts = self._parts.draft_length.choose(
+                len(self._live.rows), backlog=backlog, remaining=float(self._table.remaining(self._live.rows).mean())
+            )
+        ended, outcome = run_round(self._parts, self._sampler, self._table, self._live, num_drafts, backlog)
+        if outcome.num_drafts:
+            self._drafted_up_to_S[self._live.slots] = self._parts.kv.lengths[self._live.slots]
         self._parts.draft_length.record(outcome)
         self._done.extend(self._release(ended))
 

@@ -71,7 +71,7 @@ class LiveRows:
 
 
 def run_round(
-    parts: EngineParts, sampler: LawMaker, table: RowTable, live: LiveRows, num_drafts: int, catches_up: bool
+    parts: EngineParts, sampler: LawMaker, table: RowTable, live: LiveRows, num_drafts: int, backlog: int
 ) -> tuple[list[Row], RoundOutcome]:
     """Advance every live row by at least one token; the rows that ended, and what to tell the draft length."""
     began = time.perf_counter()
@@ -96,8 +96,9 @@ def run_round(
         num_drafts=0 if draft is None else num_drafts,
         drafted_B=np.zeros(len(live.rows), np.int64) if draft is None else draft.counts_B,
         accepted_B=verdict.accepted_B,
-        draft_seconds=None if catches_up else drafted_at - began,
+        draft_seconds=drafted_at - began,
         verify_seconds=time.perf_counter() - drafted_at,
+        backlog=backlog,
     )
     return ended, outcome
 

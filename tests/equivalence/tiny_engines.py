@@ -1,0 +1,165 @@
+"""Engines over tiny random transformers models, for comparing speculative with plain generation and with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from leadout.draft_length.controller import DraftLength, FixedLength
+from leadout.drafters.eagle3 import Eagle3Drafter
+from leadout.drafters.ngram import NgramDrafter
+from leadout.interfaces import Drafter
+from leadout.models.decoder import FusedDecoder
+from leadout.models.eagle3 import Eagle3Head, initial_head
+from leadout.models.eagle3_spec import Eagle3Spec
+from leadout.models.kv import KVSlots
+from leadout.models.spec import DecoderSpec
+from leadout.records import Group, Prompt, Request, Rollout, RolloutId, SamplingParams, Score
+from leadout.rollout.engine import NativeGenerator
+from leadout.rollout.parts import EngineParts
+from leadout.train.cotrain import DraftTrainer
+from leadout.train.settings import DraftSettings
+from tests.train.learner_fakes import make_forward
+
+MAX_LEN = 96
+REDUCED = tuple(range(0, 96, 2))
+
+
+def eagle3_head(model: Any, *, reduced: bool = True, seed: int = 0) -> Eagle3Head:
+    """An untrained head for the model; it taps the states that leave each layer."""
+    spec = DecoderSpec.from_config(model.config.to_dict())
+    shape = Eagle3Spec(
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.intermediate_size,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope=spec.rope,
+        max_position_embeddings=spec.max_position_embeddings,
+        vocab_size=spec.vocab_size,
+        draft_vocab_size=len(REDUCED) if reduced else spec.vocab_size,
+        layer_ids=tuple(range(1, spec.num_layers + 1)),
+        target_hidden_size=spec.hidden_size,
+    )
+    ids = torch.tensor(REDUCED) if reduced else None
+    return initial_head(shape, model.state_dict(), torch.Generator().manual_seed(seed), token_ids_V=ids).to(model.dtype)
+
+
+def trained_head(model: Any, rollouts: Sequence[Rollout], *, reduced: bool = True, steps: int = 25) -> Eagle3Head:
+    """A head that has learnt some rollouts nearly by heart, so that its drafts are sometimes accepted."""
+    head = eagle3_head(model, reduced=reduced)
+    settings = DraftSettings(learning_rate=1e-2, warmup_steps=1, micro_rollouts=16, autocast=False)
+    trainer = DraftTrainer(head, settings, temperature=1.0, seed=0)
+    score = Score(reward=0.0, parts={}, text="")
+    groups = [Group(prompt=rollout.prompt, rollouts=(rollout,), scores=(score,)) for rollout in rollouts]
+    forward = make_forward(model, max_completions=len(groups))
+    for _ in range(steps):
+        trainer.begin_step(len(groups))
+        for batch in forward.pack(groups, [np.zeros(1)] * len(groups)):
+            with torch.no_grad():
+                output = forward.run(batch, taps=trainer.taps)
+            trainer.observe(batch, output, forward)
+        trainer.finish_step(forward)
+    return head.requires_grad_(False)
+
+
+def eagle3_drafter(
+    head: Eagle3Head, fused: FusedDecoder, num_slots: int, *, greedy: bool = False, max_len: int = MAX_LEN
+) -> Eagle3Drafter:
+    """The drafter of a head that stays as it is."""
+    copy = Eagle3Head(head.spec)
+    copy.load_state_dict(head.state_dict())
+    return Eagle3Drafter(
+        copy,
+        policy_embedding=lambda: fused.embedding_VH,
+        num_slots=num_slots,
+        max_len=max_len,
+        dtype=fused.dtype,
+        device=fused.device,
+        greedy=greedy,
+    )
+
+
+def ngram_drafter(num_slots: int, max_len: int = MAX_LEN) -> NgramDrafter:
+    """Looks up one to three tokens."""
+    return NgramDrafter(num_slots=num_slots, max_len=max_len, min_ngram=1, max_ngram=3, device=torch.device("cpu"))
+
+
+def engine(
+    fused: FusedDecoder,
+    drafter: Drafter | None = None,
+    draft_length: DraftLength | int = 0,
+    *,
+    num_slots: int = 16,
+    max_len: int = MAX_LEN,
+    prefill_tokens: int = 2048,
+) -> NativeGenerator:
+    """A generator whose weights never change."""
+
+    def apply_update(update: object) -> Any:
+        raise AssertionError("these engines are never refitted")
+
+    return NativeGenerator(
+        EngineParts(
+            decoder=fused,
+            kv=KVSlots(fused.spec, num_slots, max_len, fused.dtype),
+            vocab_size=fused.spec.vocab_size,
+            max_len=max_len,
+            device=fused.device,
+            dtype=fused.dtype,
+            drafter=drafter,
+            draft_length=FixedLength(draft_length) if isinstance(draft_length, int) else draft_length,
+            prefill_tokens=prefill_tokens,
+        ),
+        num_slots=num_slots,
+        apply_update=apply_update,
+    )
+
+
+def ragged_requests(num_prompts: int, siblings: int, *, vocab_size: int = 97, **params: Any) -> list[Request]:
+    """Prompts of 1 to about 20 tokens that repeat themselves, so that look-ups find something."""
+    rng = np.random.default_rng(0)
+    sampling = SamplingParams(**{"max_new_tokens": 24, **params})
+    requests = []
+    for draw in range(num_prompts):
+        pattern = rng.integers(0, vocab_size, 1 + draw % 5)
+        prompt = Prompt(id=f"p/{draw}", token_ids=np.resize(pattern, 1 + 3 * draw % 20).astype(np.int32), text="")
+        requests += [Request(rollout_id=RolloutId(draw, s), prompt=prompt, params=sampling) for s in range(siblings)]
+    return requests
+
+
+def generate(generator: NativeGenerator, requests: Sequence[Request]) -> dict[RolloutId, Rollout]:
+    """All rollouts by id, in order."""
+    generator.submit(requests)
+    done: dict[RolloutId, Rollout] = {}
+    while rollouts := generator.collect():
+        done.update({rollout.request_id: rollout for rollout in rollouts})
+    return dict(sorted(done.items()))
+
+
+def tokens_of(rollouts: Mapping[RolloutId, Rollout]) -> dict[RolloutId, list[int]]:
+    """Token ids by rollout."""
+    return {key: rollout.token_ids.tolist() for key, rollout in rollouts.items()}
+
+
+def drafted(rollouts: Mapping[RolloutId, Rollout]) -> int:
+    """Drafts verified in all."""
+    return sum(int(rollout.rounds.drafted.sum()) for rollout in rollouts.values())
+
+
+def accepted(rollouts: Mapping[RolloutId, Rollout]) -> int:
+    """Drafts accepted in all."""
+    return sum(int(rollout.rounds.accepted.sum()) for rollout in rollouts.values())
+
+
+@torch.no_grad()
+def teacher_forced(model: Any, rollout: Rollout) -> torch.Tensor:
+    """Logits [T, V] of the transformers model at the positions that produced the rollout's tokens."""
+    tokens = torch.from_numpy(np.concatenate([rollout.prompt.token_ids, rollout.token_ids]).astype(np.int64))
+    first = len(rollout.prompt.token_ids) - 1
+    logits: torch.Tensor = model(tokens[None]).logits[0, first:-1]
+    return logits
