@@ -153,11 +153,11 @@ class Eagle3Drafter:
         """One draft per row and the law it was drawn from (empty when greedy)."""
         if self._greedy:
             return logits_BV.argmax(-1), logits_BV[:, :0]
-        weights_BV = tempered_weights(logits_BV, params)
-        if params.any_filters:
+        if params.any_filters or params.any_greedy:
             # q may be any known law; filtering it like p wastes fewer drafts on tokens p cannot emit.
-            weights_BV = filter_weights(weights_BV, params)
-        law = Law.from_weights(weights_BV)
+            law = Law.from_weights(filter_weights(tempered_weights(logits_BV, params), params))
+        else:
+            law = Law.from_logits(logits_BV, params)
         return law.draw(noise.draft_uniforms(depth)), law.probs(logits_BV.shape[-1])
 
     def _draft_params(self, slots: Sequence[int]) -> ParamsBatch:

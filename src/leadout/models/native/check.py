@@ -24,10 +24,16 @@ _TOLERANCE = 0.03
 _LENGTH = 23
 
 
+def usable_library() -> NativeLibrary | None:
+    """The kernels, if they can be had and agree."""
+    library = native_library()
+    return library if library is not None and _agrees(library) else None
+
+
 def native_decoder(spec: DecoderSpec, max_len: int) -> NativeDecoder | None:
     """A native decoder for this model, or None, with a line in the log, where PyTorch's operators must do."""
-    library = native_library()
-    if library is None or not _agrees(library):
+    library = usable_library()
+    if library is None:
         return None
     if not fits(library, spec):
         _log.warning(

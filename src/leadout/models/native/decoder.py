@@ -9,7 +9,6 @@ Axes: as in `leadout.models.decoder`.
 from __future__ import annotations
 
 import ctypes
-import sys
 import weakref
 from collections.abc import Mapping
 
@@ -18,33 +17,16 @@ import numpy.typing as npt
 import torch
 
 from leadout.models.native.library import LAW_BLOCK, BlockFields, NativeLibrary, SpecFields
+from leadout.models.native.scratch import Scratch
 from leadout.models.spec import DecoderSpec
 
 _LANES = 16
-_OWN_REFERENCES = 2
 
 
 def fits(library: NativeLibrary, spec: DecoderSpec) -> bool:
     """Whether there are kernels for these sizes."""
     aligned = spec.hidden_size % _LANES == 0 and spec.intermediate_size % _LANES == 0
     return aligned and bool(library.functions.lo_has_kernels(spec.head_dim))
-
-
-class _Scratch:
-    """Memory for logits that is used again once no tensor refers to it.
-
-    A fresh array of megabytes is a page fault for every 4 KB: 7 % of a step of 64 rows.
-    """
-
-    def __init__(self) -> None:
-        self._array = np.empty(0, np.float32)
-
-    def take(self, num_rows: int, stride: int) -> torch.Tensor:
-        """f32[num_rows, stride], not initialised."""
-        # A tensor made by `from_numpy` holds a reference; two are this attribute and the argument of getrefcount.
-        if self._array.size < num_rows * stride or sys.getrefcount(self._array) > _OWN_REFERENCES:
-            self._array = np.empty(num_rows * stride, np.float32)
-        return torch.from_numpy(self._array)[: num_rows * stride].view(num_rows, stride)
 
 
 class NativeDecoder:
@@ -54,7 +36,7 @@ class NativeDecoder:
         self._library = library
         self._spec = spec
         self._positions = max_len + 1
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
         cosine_PD, sine_PD = spec.rope.tables(self._positions, torch.float32, torch.device("cpu"))
         half = spec.head_dim // 2
         self._cosine, self._sine = cosine_PD[:, :half].contiguous(), sine_PD[:, half:].contiguous()

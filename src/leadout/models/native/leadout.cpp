@@ -1,7 +1,9 @@
-// The C interface of the native kernels; see decoder.hpp, sampling.hpp. Sizes are the caller's to check: `leadout.models.native` does.
+// The C interface of the native kernels; see decoder.hpp, draft_head.hpp, sampling.hpp. Sizes are the caller's to check,
+// and `leadout.models.native` does.
 #include <cstring>
 
 #include "decoder.hpp"
+#include "draft_head.hpp"
 #include "sampling.hpp"
 
 using namespace leadout;
@@ -69,6 +71,46 @@ void lo_decoder_logits(void* decoder, const bf16* hidden, int rows, int64_t stri
   Pool& pool = Pool::shared();
   std::lock_guard<std::mutex> lock(pool.guard);
   static_cast<Decoder*>(decoder)->logits(pool, hidden, rows, stride, out);
+}
+
+void* lo_head_new(const HeadSpec* spec) { return new DraftHead(*spec); }
+void lo_head_free(void* head) { delete static_cast<DraftHead*>(head); }
+
+// As for layers; `fuse_norm` f32[num_taps target] or null, angles f32[positions, D/2].
+void lo_head_load(void* head, const bf16* fc, const bf16* qkv, const bf16* output, const bf16* gate_up, const bf16* down,
+                  const bf16* lm_head, const float* fuse_norm, const float* hidden_norm, const float* input_norm,
+                  const float* post_norm, const float* final_norm, const float* cosine, const float* sine,
+                  int positions) {
+  Pool& pool = Pool::shared();
+  std::lock_guard<std::mutex> lock(pool.guard);
+  DraftHead& h = *static_cast<DraftHead*>(head);
+  const HeadSpec& s = h.spec;
+  const auto same = [](int c) { return c; };
+  h.fc.pack(pool, fc, nullptr, s.num_taps * s.target, s.hidden, same);
+  h.qkv.pack(pool, qkv, nullptr, 2 * s.hidden, (s.heads + 2 * s.kv_heads) * s.dim, same);
+  h.output.pack(pool, output, nullptr, s.heads * s.dim, s.hidden, same);
+  h.gate_up.pack(pool, gate_up, nullptr, s.hidden, 2 * s.inner, [&](int c) { return gate_up_source(c, s.inner); });
+  h.down.pack(pool, down, nullptr, s.inner, s.hidden, same);
+  h.lm_head.pack(pool, lm_head, nullptr, s.hidden, s.vocab, same);
+  copy(h.fuse_norm, fuse_norm, static_cast<size_t>(s.num_taps) * s.target);
+  copy(h.hidden_norm, hidden_norm, s.hidden);
+  copy(h.input_norm, input_norm, s.hidden);
+  copy(h.post_norm, post_norm, s.hidden);
+  copy(h.final_norm, final_norm, s.hidden);
+  copy(h.cosine, cosine, static_cast<size_t>(positions) * (s.dim / 2));
+  copy(h.sine, sine, static_cast<size_t>(positions) * (s.dim / 2));
+}
+
+void lo_head_run(void* head, const Entries* entries, float* out) {
+  Pool& pool = Pool::shared();
+  std::lock_guard<std::mutex> lock(pool.guard);
+  static_cast<DraftHead*>(head)->run(pool, *entries, out);
+}
+
+void lo_head_logits(void* head, const float* hidden, int rows, int64_t stride, float* out) {
+  Pool& pool = Pool::shared();
+  std::lock_guard<std::mutex> lock(pool.guard);
+  static_cast<DraftHead*>(head)->logits(pool, hidden, rows, stride, out);
 }
 
 // In place on f32[X, stride]; temperatures f64[X]; sums f32[X, blocks]; totals f64[X].

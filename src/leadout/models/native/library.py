@@ -44,6 +44,29 @@ class BlockFields(ctypes.Structure):
     ]
 
 
+class HeadFields(ctypes.Structure):
+    """`HeadSpec` in draft_head.hpp."""
+
+    _fields_ = [
+        *((name, _int) for name in ("hidden", "heads", "kv_heads", "dim", "inner", "vocab", "target", "num_taps")),
+        *((name, _int) for name in ("fc_norm", "norm_before_fc", "norm_before_residual")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class EntryFields(ctypes.Structure):
+    """`Entries` in draft_head.hpp."""
+
+    _fields_ = [
+        *((name, _pointer) for name in ("taps", "features", "embeddings", "counts", "starts", "rows")),
+        ("batch", _int),
+        ("width", _int),
+        ("cache", _pointer),
+        ("row_stride", _long),
+        ("head_stride", _long),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "lo_has_kernels": (_int, [_int]),
     "lo_configure": (None, [_int, _int]),
@@ -53,6 +76,11 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "lo_decoder_ends": (None, [_pointer, *[_pointer] * 5, _int]),
     "lo_decoder_forward": (None, [_pointer, _pointer, _pointer, _int, _pointer, _pointer]),
     "lo_decoder_logits": (None, [_pointer, _pointer, _int, _long, _pointer]),
+    "lo_head_new": (_pointer, [_pointer]),
+    "lo_head_free": (None, [_pointer]),
+    "lo_head_load": (None, [_pointer, *[_pointer] * 13, _int]),
+    "lo_head_run": (None, [_pointer, _pointer, _pointer]),
+    "lo_head_logits": (None, [_pointer, _pointer, _int, _long, _pointer]),
     "lo_law": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
     "lo_draw": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
 }
