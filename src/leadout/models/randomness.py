@@ -2,7 +2,7 @@
 
 A rollout's numbers depend on (seed, rollout id, position, purpose, start of the round) only, so the batch around it,
 the order of finishing and a resume cannot change them. The generator is Philox4x32-10 (Salmon et al., "Parallel
-random numbers: as easy as 1, 2, 3", SC 2011), vectorised over rows in numpy.
+random numbers: as easy as 1, 2, 3", SC 2011), vectorised over rows in numpy, or the same bits from the native kernels.
 
 Axes: X any number of draws.
 """
@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from leadout.models.native.library import native_library
 
 Words = npt.NDArray[np.uint64]
 
@@ -70,9 +72,13 @@ def uniforms(
     """
     assert (round_start_X is None) == (purpose is Purpose.TOKEN), "only token draws ignore the round"
     start_X = np.zeros_like(position_X) if round_start_X is None else round_start_X
+    second_X = (start_X.astype(np.uint64) | np.uint64(purpose << _PURPOSE_SHIFT)) & _LOW
+    library = native_library()
+    if library is not None:
+        return library.uniforms(seed_X, position_X, second_X, sibling_X, draw_X)
     counter = (
         position_X.astype(np.uint64) & _LOW,
-        (start_X.astype(np.uint64) | np.uint64(purpose << _PURPOSE_SHIFT)) & _LOW,
+        second_X,
         sibling_X.astype(np.uint64) & _LOW,
         draw_X.astype(np.uint64) & _LOW,
     )

@@ -87,12 +87,13 @@ class Law:
         return cls(weights_XV, block_sums_XC, block_sums_XC.double().sum(-1))
 
     @classmethod
-    def from_logits(cls, logits_XV: torch.Tensor, params: ParamsBatch) -> Law:
-        """The tempered law without filters; may write into `logits_XV`. Two passes where native kernels exist."""
-        library = _native_for(logits_XV)
+    def from_logits(cls, logits_XV: torch.Tensor, params: ParamsBatch, times: int = 1) -> Law:
+        """The tempered law without filters, each entry of `params` for `times` positions; may write into `logits_XV`."""
+        library = native_for(logits_XV)
         if library is None:
-            return cls.from_weights(tempered_weights(logits_XV, params))
-        return cls(*library.law(logits_XV, params.temperature_X))
+            return cls.from_weights(tempered_weights(logits_XV, params.repeat(times)))
+        temperature_X = params.temperature_X if times == 1 else params.temperature_X.repeat_interleave(times)
+        return cls(*library.law(logits_XV, temperature_X))
 
     def prob(self, ids_X: torch.Tensor) -> torch.Tensor:
         """f64[X]: probability of one token per law."""
@@ -112,7 +113,7 @@ class Law:
 
     def draw(self, uniforms_X: torch.Tensor) -> torch.Tensor:
         """i64[X]: the token whose slice of the cumulative distribution holds each uniform (f64[X])."""
-        library = _native_for(self.weights_XV)
+        library = native_for(self.weights_XV)
         if library is not None:
             return library.draw(self.weights_XV, self.block_sums_XC, uniforms_X)
         cumulative_XC = self.block_sums_XC.double().cumsum(-1)
@@ -127,7 +128,7 @@ class Law:
         return block_X * _BLOCK + offset_X
 
 
-def _native_for(x_XV: torch.Tensor) -> NativeLibrary | None:
+def native_for(x_XV: torch.Tensor) -> NativeLibrary | None:
     """The native kernels, where they can take these rows: float32 on CPU, whole blocks apart."""
     if x_XV.dtype is not torch.float32 or x_XV.device.type != "cpu" or x_XV.stride(-1) != 1:
         return None

@@ -60,10 +60,10 @@ class Sampler:
 
         `batch` has one entry per row. May write into `logits_XV`.
         """
-        positions = batch.repeat(tokens_BN.shape[1])
         if not (batch.any_penalties or batch.any_greedy or batch.any_filters):
-            law = Law.from_logits(logits_XV, positions)
+            law = Law.from_logits(logits_XV, batch, tokens_BN.shape[1])
             return Laws(sampled=law, policy=law)
+        positions = batch.repeat(tokens_BN.shape[1])
         special = batch.any_penalties or batch.any_greedy
         plain_XV = logits_XV.clone() if special else logits_XV
         if batch.any_penalties:

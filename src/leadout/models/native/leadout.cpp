@@ -128,4 +128,30 @@ void lo_draw(const float* weights, int rows, int64_t stride, int blocks, const f
   for (int x = 0; x < rows; ++x)
     ids[x] = draw_row(weights + x * stride, blocks, sums + static_cast<size_t>(x) * blocks, uniforms[x]);
 }
+
+// One draw per row: from the law at position at[b], or, where draft[b] >= 0, from what q of that draft leaves of it.
+void lo_draw_next(const float* weights, int64_t stride, int blocks, const float* sums, const double* totals, int rows,
+                  const int64_t* at, const int64_t* draft, const float* q, int num_q, const int64_t* ids, double least,
+                  const double* uniforms, int64_t* out) {
+  Pool& pool = Pool::shared();
+  std::lock_guard<std::mutex> lock(pool.guard);
+  pool.run(rows, [&](int b, int) {
+    const float* row = weights + at[b] * stride;
+    if (draft[b] < 0) {
+      out[b] = draw_row(row, blocks, sums + at[b] * blocks, uniforms[b]);
+      return;
+    }
+    thread_local std::vector<float> left, left_sums;
+    left.resize(static_cast<size_t>(blocks) * kLawBlock);
+    left_sums.resize(blocks);
+    residual_row(row, blocks, totals[at[b]], q + draft[b] * num_q, num_q, ids, least, left.data(), left_sums.data());
+    out[b] = draw_row(left.data(), blocks, left_sums.data(), uniforms[b]);
+  });
+}
+
+// `second` is the counter's second word: start of the round and purpose.
+void lo_uniforms(int count, const uint64_t* seed, const uint32_t* position, const uint32_t* second,
+                 const uint32_t* sibling, const uint32_t* draw, double* out) {
+  for (int i = 0; i < count; ++i) out[i] = philox_uniform(seed[i], position[i], second[i], sibling[i], draw[i]);
+}
 }

@@ -10,6 +10,8 @@ import functools
 import logging
 import os
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from leadout.models.native.build import BuildError, build
@@ -82,6 +84,11 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "lo_head_run": (None, [_pointer, _pointer, _pointer]),
     "lo_head_logits": (None, [_pointer, _pointer, _int, _long, _pointer]),
     "lo_law": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
+    "lo_draw_next": (
+        None,
+        [_pointer, _long, _int, _pointer, _pointer, _int, *[_pointer] * 3, _int, _pointer, ctypes.c_double, *[_pointer] * 2],
+    ),
+    "lo_uniforms": (None, [_int, *[_pointer] * 6]),
     "lo_draw": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
 }
 
@@ -137,6 +144,66 @@ class NativeLibrary:
             weights_XV.data_ptr(), num_rows, weights_XV.stride(0), blocks, sums_XC.data_ptr(), uniforms_X.data_ptr(), ids_X.data_ptr()
         )
         return ids_X
+
+
+    def uniforms(
+        self,
+        seed_X: npt.NDArray[np.uint64],
+        position_X: npt.NDArray[np.integer],
+        second_X: npt.NDArray[np.integer],
+        sibling_X: npt.NDArray[np.integer],
+        draw_X: npt.NDArray[np.integer],
+    ) -> npt.NDArray[np.float64]:
+        """f64[X] of Philox4x32-10 with counter (position, second, sibling, draw), low 32 bits each, and key seed."""
+        words = [np.ascontiguousarray(x, np.uint32) for x in (position_X, second_X, sibling_X, draw_X)]
+        seed_X = np.ascontiguousarray(seed_X, np.uint64)
+        assert all(word.shape == seed_X.shape for word in words), "one counter per key"
+        out_X = np.empty(seed_X.shape)
+        self.functions.lo_uniforms(seed_X.size, seed_X.ctypes.data, *(w.ctypes.data for w in words), out_X.ctypes.data)
+        return out_X
+
+    def draw_next(
+        self,
+        weights_XV: torch.Tensor,
+        sums_XC: torch.Tensor,
+        total_X: torch.Tensor,
+        at_B: npt.NDArray[np.int64],
+        draft_B: npt.NDArray[np.int64],
+        q_YD: torch.Tensor,
+        token_ids_D: torch.Tensor | None,
+        least: float,
+        uniforms_B: torch.Tensor,
+    ) -> torch.Tensor:
+        """i64[B]: one token per row.
+
+        Drawn from law ``at_B[b]``, or, where ``draft_B[b] >= 0``, from (p - q)+ of that law and of row ``draft_B[b]``
+        of q (columns are the policy's ids `token_ids_D`; None: the first D); from p where less than `least` is left.
+        """
+        num_rows, blocks, num_q = len(at_B), sums_XC.shape[-1], q_YD.shape[-1]
+        assert weights_XV.dtype is sums_XC.dtype is q_YD.dtype is torch.float32 and q_YD.is_contiguous()
+        assert weights_XV.shape[-1] == weights_XV.stride(0) == blocks * LAW_BLOCK and weights_XV.stride(1) == 1
+        assert at_B.max() < weights_XV.shape[0] and draft_B.max() < q_YD.shape[0] and num_q <= weights_XV.shape[-1]
+        sums_XC, total_X, uniforms_B = sums_XC.contiguous(), total_X.contiguous(), uniforms_B.contiguous()
+        at_B, draft_B = np.ascontiguousarray(at_B, np.int64), np.ascontiguousarray(draft_B, np.int64)
+        ids_D = None if token_ids_D is None else token_ids_D.contiguous()
+        drawn_B = torch.empty(num_rows, dtype=torch.int64)
+        self.functions.lo_draw_next(
+            weights_XV.data_ptr(),
+            weights_XV.stride(0),
+            blocks,
+            sums_XC.data_ptr(),
+            total_X.data_ptr(),
+            num_rows,
+            at_B.ctypes.data,
+            draft_B.ctypes.data,
+            q_YD.data_ptr(),
+            num_q,
+            None if ids_D is None else ids_D.data_ptr(),
+            least,
+            uniforms_B.data_ptr(),
+            drawn_B.data_ptr(),
+        )
+        return drawn_B
 
 
 @functools.cache

@@ -81,4 +81,49 @@ inline int64_t draw_row(const float* row, int blocks, const float* sums, double 
   return static_cast<int64_t>(block) * kLawBlock + last;
 }
 
+// (p - q)+ of one position into `out`, with its block sums; p itself if less than `least` of it is left.
+inline void residual_row(const float* row, int blocks, double total, const float* q, int num_q, const int64_t* ids,
+                         double least, float* out, float* sums) {
+  const int width = blocks * kLawBlock;
+  const __m512 whole = _mm512_set1_ps(static_cast<float>(total));
+  for (int v = 0; v < width; v += kLanes) _mm512_storeu_ps(out + v, _mm512_div_ps(_mm512_loadu_ps(row + v), whole));
+  if (ids)
+    for (int i = 0; i < num_q; ++i) out[ids[i]] -= q[i];
+  else
+    for (int i = 0; i < num_q; ++i) out[i] -= q[i];
+  double left = 0.0;
+  for (int b = 0; b < blocks; ++b) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int v = b * kLawBlock; v < (b + 1) * kLawBlock; v += kLanes) {
+      const __m512 rest = _mm512_max_ps(_mm512_loadu_ps(out + v), _mm512_setzero_ps());
+      _mm512_storeu_ps(out + v, rest);
+      sum = _mm512_add_ps(sum, rest);
+    }
+    sums[b] = _mm512_reduce_add_ps(sum);
+    left += sums[b];
+  }
+  if (left >= least) return;
+  for (int b = 0; b < blocks; ++b) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int v = b * kLawBlock; v < (b + 1) * kLawBlock; v += kLanes) {
+      const __m512 p = _mm512_div_ps(_mm512_loadu_ps(row + v), whole);
+      _mm512_storeu_ps(out + v, p);
+      sum = _mm512_add_ps(sum, p);
+    }
+    sums[b] = _mm512_reduce_add_ps(sum);
+  }
+}
+
+// Philox4x32-10 (Salmon et al., SC 2011): 53 random bits of the first two words, in [0, 1).
+inline double philox_uniform(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = static_cast<uint64_t>(c0) * 0xD2511F53u, b = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
+    const uint32_t n0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0, n2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
+    c1 = static_cast<uint32_t>(b), c3 = static_cast<uint32_t>(a), c0 = n0, c2 = n2;
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  return static_cast<double>(static_cast<uint64_t>(c0) << 21 | c1 >> 11) * 0x1p-53;
+}
+
 }  // namespace leadout
