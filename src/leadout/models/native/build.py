@@ -18,6 +18,9 @@ from pathlib import Path
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w")
 _SECONDS = 300
 
+NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"})
+"""Instruction sets without which there are no kernels."""
+
 
 class BuildError(Exception):
     """The kernels cannot be had here; the message is one line."""
@@ -64,7 +67,7 @@ def build() -> Path:
 
     """
     _, features = processor()
-    missing = sorted({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"} - features)
+    missing = sorted(NEEDED - features)
     if missing:
         raise BuildError(f"this processor lacks {', '.join(missing)}")
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
