@@ -6,6 +6,7 @@ python benchmarks/decode_step.py [--batches 1,4,8,16,32,64] [--context 96] [--th
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -81,7 +82,7 @@ def steps(decoder: FusedDecoder, kv: KVSlots, slots: list[int], width: int) -> l
         tokens = sampler.laws(logits, params, slots, tokens).sampled.draw(uniforms).view(tokens.shape)
         marks.append(time.perf_counter())
         if step:  # the first one after the other kind finds cold caches
-            rows.append(tuple(b - a for a, b in zip(marks, marks[1:], strict=False)))
+            rows.append(tuple(b - a for a, b in itertools.pairwise(marks)))
     return rows
 
 

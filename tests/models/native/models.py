@@ -15,7 +15,7 @@ from leadout.models.spec import DecoderSpec
 needs_kernels = pytest.mark.skipif(usable_library() is None, reason="no native kernels on this machine")
 
 _SIZES: dict[str, Any] = {
-    "hidden_size": 80,
+    "hidden_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,

@@ -41,9 +41,7 @@ def test_no_compiler_is_said(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch)
         build()
 
 
-def test_a_processor_without_the_instructions_is_named(
-    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_without_the_instructions_is_named(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_build, "processor", lambda: ("old", frozenset({"avx512f", "avx512bw"})))
     with pytest.raises(BuildError, match="lacks avx512_bf16, avx512dq, avx512vl"):
         build()
@@ -70,9 +68,7 @@ def test_processes_that_race_leave_one_whole_library(fresh_cache: Path, monkeypa
         "b.processor = lambda: ('test', frozenset(b.NEEDED))\n"
         "print(b.build())"
     )
-    racers = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
+    racers = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     paths = {racer.communicate()[0].strip() for racer in racers}
     assert paths == {str(library_path(str(compiler)))}
     assert [path.read_text() for path in (fresh_cache / "native").iterdir()] == ["whole"]

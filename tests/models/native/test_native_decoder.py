@@ -83,7 +83,7 @@ def test_taps_are_the_inputs_of_their_layers_in_the_order_asked_for() -> None:
     expected = states(model, tokens_BN)
     found = fused.forward(tokens_BN, kv, kv.allocate(2), taps=(2, 0, 3)).taps_BNF
     assert found is not None
-    for part, layer_input in zip(found.split(80, -1), (expected[2], expected[0], captured[0]), strict=True):
+    for part, layer_input in zip(found.split(48, -1), (expected[2], expected[0], captured[0]), strict=True):
         assert distance(part, layer_input) < NEAR
 
 
@@ -91,14 +91,14 @@ def test_taps_are_the_inputs_of_their_layers_in_the_order_asked_for() -> None:
 def test_logits_are_float32_sums_of_bfloat16_products(num_rows: int) -> None:
     model = policy("llama")
     fused = decoder(model, native=None)
-    hidden_XH = torch.randn(num_rows, 80, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    hidden_XH = torch.randn(num_rows, 48, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     exact = hidden_XH.double() @ model.lm_head.weight.detach().double().t()
     torch.testing.assert_close(fused.logits(hidden_XH).double(), exact, atol=1e-5, rtol=1e-5)
 
 
 def test_logits_of_two_calls_do_not_share_memory() -> None:
     fused = decoder(policy("llama"), native=None)
-    hidden_XH = torch.ones(2, 80, dtype=torch.bfloat16)
+    hidden_XH = torch.ones(2, 48, dtype=torch.bfloat16)
     first = fused.logits(hidden_XH)
     kept = first.clone()
     fused.logits(2 * hidden_XH)

@@ -110,7 +110,8 @@ def _reference(tensors: dict[str, torch.Tensor], spec: DecoderSpec, tokens_N: to
     """The model as its paper has it, without cache, in float32: states after the final norm, [N, H]."""
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), tensors[f"{name}.weight"], spec.rms_norm_eps)
+        normed: torch.Tensor = F.rms_norm(x, (x.shape[-1],), tensors[f"{name}.weight"], spec.rms_norm_eps)
+        return normed
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"])

@@ -76,7 +76,7 @@ class NativeEagle3:
 
         fuse_norm = None
         if head.spec.fc_norm:
-            fuse_norm = vector(*(norm.weight for norm in head.fc_norm))
+            fuse_norm = vector(*head.fc_norm.parameters())
         elif head.spec.norm_before_fc:
             fuse_norm = vector(head.input_norm.weight)
         half = head.spec.head_dim // 2

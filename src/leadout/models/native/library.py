@@ -86,7 +86,19 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "lo_law": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
     "lo_draw_next": (
         None,
-        [_pointer, _long, _int, _pointer, _pointer, _int, *[_pointer] * 3, _int, _pointer, ctypes.c_double, *[_pointer] * 2],
+        [
+            _pointer,
+            _long,
+            _int,
+            _pointer,
+            _pointer,
+            _int,
+            *[_pointer] * 3,
+            _int,
+            _pointer,
+            ctypes.c_double,
+            *[_pointer] * 2,
+        ],
     ),
     "lo_uniforms": (None, [_int, *[_pointer] * 6]),
     "lo_draw": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
@@ -128,7 +140,13 @@ class NativeLibrary:
         total_X = torch.empty(num_rows, dtype=torch.float64)
         self.follow_threads()
         self.functions.lo_law(
-            logits_XV.data_ptr(), num_rows, stride, vocab_size, temperature_X.data_ptr(), sums_XC.data_ptr(), total_X.data_ptr()
+            logits_XV.data_ptr(),
+            num_rows,
+            stride,
+            vocab_size,
+            temperature_X.data_ptr(),
+            sums_XC.data_ptr(),
+            total_X.data_ptr(),
         )
         return logits_XV.as_strided((num_rows, blocks * LAW_BLOCK), (stride, 1)), sums_XC, total_X
 
@@ -141,10 +159,15 @@ class NativeLibrary:
         sums_XC, uniforms_X = sums_XC.contiguous(), uniforms_X.contiguous()
         ids_X = torch.empty(num_rows, dtype=torch.int64)
         self.functions.lo_draw(
-            weights_XV.data_ptr(), num_rows, weights_XV.stride(0), blocks, sums_XC.data_ptr(), uniforms_X.data_ptr(), ids_X.data_ptr()
+            weights_XV.data_ptr(),
+            num_rows,
+            weights_XV.stride(0),
+            blocks,
+            sums_XC.data_ptr(),
+            uniforms_X.data_ptr(),
+            ids_X.data_ptr(),
         )
         return ids_X
-
 
     def uniforms(
         self,
