@@ -88,7 +88,7 @@ class Law:
 
     @classmethod
     def from_logits(cls, logits_XV: torch.Tensor, params: ParamsBatch, times: int = 1) -> Law:
-        """The tempered law without filters, an entry of `params` for `times` positions each; may write into the logits."""
+        """The tempered law, no filters; an entry of `params` serves `times` positions; may write into `logits_XV`."""
         library = native_for(logits_XV)
         if library is None:
             return cls.from_weights(tempered_weights(logits_XV, params.repeat(times)))

@@ -114,12 +114,13 @@ def _reference(tensors: dict[str, torch.Tensor], spec: DecoderSpec, tokens_N: to
         return normed
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"])
+        out: torch.Tensor = F.linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"])
+        return out
 
     cos_PD, sin_PD = spec.rope.tables(len(tokens_N), torch.float32, torch.device("cpu"))
 
     def heads(x: torch.Tensor, name: str, normed: bool) -> torch.Tensor:
-        x_NAD = linear(x, f"{name}_proj").unflatten(-1, (-1, spec.head_dim))
+        x_NAD: torch.Tensor = linear(x, f"{name}_proj").unflatten(-1, (-1, spec.head_dim))
         if not normed:
             return x_NAD.transpose(0, 1)
         x_NAD = norm(x_NAD, f"{name}_norm")
