@@ -209,6 +209,8 @@ class FusedDecoder:
     ) -> DecoderStates:
         batch, width = tokens_BN.shape
         assert batch == len(slots) and kv.max_len <= self.max_len and kv.dtype is self.dtype
+        own_writes = type(kv).write_block is not KVSlots.write_block or type(kv).write_at is not KVSlots.write_at
+        assert not own_writes, "a cache with writes of its own needs a decoder made with native=False"
         lengths_B = kv.lengths[list(slots)]
         counts_B = np.full(batch, width, np.int64) if counts_B is None else np.ascontiguousarray(counts_B, np.int64)
         _check_fits(lengths_B + counts_B, kv)
