@@ -1,6 +1,8 @@
 """Milliseconds of a plain decoding step (forward, head, law, draw) by batch, native and PyTorch operators in turn.
 
 python benchmarks/decode_step.py [--batches 1,4,8,16,32,64] [--context 96] [--threads 2] [--repeats 9] [--only native]
+
+On a busy machine wall clock says little; ``--threads 1 --clock cpu`` counts the time the thread was really running.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import argparse
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -32,7 +35,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--only", choices=("native", "torch"))
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: of this thread, with --threads 1"
+    )
     options = parser.parse_args()
+    clock = time.perf_counter if options.clock == "wall" else time.thread_time
     torch.set_num_threads(options.threads)
     path = resolve("smollm2-135m")
     spec = DecoderSpec.from_config(read_config(path))
@@ -55,7 +62,7 @@ def main() -> None:
             times = {kind: [] for kind in kinds}
             for _ in range(options.repeats):
                 for kind in kinds:
-                    times[kind].extend(steps(decoders[kind], kv, slots, width))
+                    times[kind].extend(steps(decoders[kind], kv, slots, width, clock))
             print(f"{batch:5}  {width:5}  " + "  ".join(summary(times[kind]) for kind in kinds), flush=True)
 
 
@@ -66,7 +73,9 @@ def summary(rows: list[tuple[float, ...]]) -> str:
 
 
 @torch.inference_mode()
-def steps(decoder: FusedDecoder, kv: KVSlots, slots: list[int], width: int) -> list[tuple[float, ...]]:
+def steps(
+    decoder: FusedDecoder, kv: KVSlots, slots: list[int], width: int, clock: Callable[[], float]
+) -> list[tuple[float, ...]]:
     sampler = Sampler(len(slots), decoder.spec.vocab_size, torch.device("cpu"))
     params = ParamsBatch.of([SamplingParams(temperature=1.0)] * len(slots))
     generator = torch.Generator().manual_seed(0)
@@ -74,13 +83,13 @@ def steps(decoder: FusedDecoder, kv: KVSlots, slots: list[int], width: int) -> l
     uniforms = torch.rand(tokens.numel(), dtype=torch.float64, generator=generator)
     rows = []
     for step in range(STEPS + 1):
-        marks = [time.perf_counter()]
+        marks = [clock()]
         states = decoder.forward(tokens, kv, slots)
-        marks.append(time.perf_counter())
+        marks.append(clock())
         logits = decoder.logits(states.hidden_BNH.flatten(0, 1))
-        marks.append(time.perf_counter())
+        marks.append(clock())
         tokens = sampler.laws(logits, params, slots, tokens).sampled.draw(uniforms).view(tokens.shape)
-        marks.append(time.perf_counter())
+        marks.append(clock())
         if step:  # the first one after the other kind finds cold caches
             rows.append(tuple(b - a for a, b in itertools.pairwise(marks)))
     return rows
