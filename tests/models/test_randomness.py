@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from leadout.models.randomness import Purpose, philox4x32, uniforms
+from leadout.models.randomness import Purpose, philox4x32, round_uniforms, uniforms
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,14 @@ def test_numbers_of_neighbouring_keys_are_uniform_and_uncorrelated():
     assert stats.kstest(first, "uniform").pvalue > 1e-6
     assert abs(np.corrcoef(first, second)[0, 1]) < 5 / np.sqrt(position.size)
     assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 5 / np.sqrt(position.size)
+
+
+def test_the_numbers_of_a_round_made_together_are_those_made_one_by_one():
+    seed_B = np.array([3, 2**63 + 5], np.uint64)
+    draw_B, sibling_B, start_B = np.array([7, 9]), np.array([0, 4]), np.array([11, 0])
+    made = round_uniforms(seed_B, draw_B, sibling_B, start_B, 3)
+    for purpose in Purpose:
+        for offset in range(3):
+            start = None if purpose is Purpose.TOKEN else start_B
+            alone = uniforms(seed_B, draw_B, sibling_B, start_B + offset, purpose, start)
+            assert made[purpose, :, offset].tolist() == alone.tolist()

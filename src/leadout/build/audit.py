@@ -82,7 +82,15 @@ def audit(options: AuditOptions, *, progress: Progress | None = None) -> Verdict
     model = load_policy(path, exact)
     longest = max(len(request.prompt.token_ids) for request in requests)
     max_len = min(spec.max_position_embeddings, longest + params.max_new_tokens)
-    decoder = make_decoder(spec, model.state_dict(), dtype=options.dtype, max_len=max_len, device=torch.device("cpu"))
+    decoder = make_decoder(
+        spec,
+        model.state_dict(),
+        dtype=options.dtype,
+        max_len=max_len,
+        device=torch.device("cpu"),
+        # Faulty caches write in their own way, which the native kernels would not notice.
+        native=None if options.fault is None else False,
+    )
     generator = _generator(options, decoder, codec, model.state_dict(), params)
     name = options.model + ("" if options.fault is None else f" with the fault {options.fault.name}")
     return run_audit(

@@ -68,10 +68,16 @@ def make_device(name: str) -> torch.device:
 
 
 def make_decoder(
-    spec: DecoderSpec, weights: Mapping[str, torch.Tensor], *, dtype: str, max_len: int, device: torch.device
+    spec: DecoderSpec,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    dtype: str,
+    max_len: int,
+    device: torch.device,
+    native: bool | None = None,
 ) -> FusedDecoder:
-    """The generating policy with its first weights."""
-    decoder = FusedDecoder(spec, dtype=DTYPES[dtype], device=device, max_len=max_len)
+    """The generating policy with its first weights; `native` as in `FusedDecoder`."""
+    decoder = FusedDecoder(spec, dtype=DTYPES[dtype], device=device, max_len=max_len, native=native)
     decoder.load(weights)
     return decoder
 

@@ -61,6 +61,7 @@ class Eagle3Drafter:
         self._device = device
         self._token_ids_V = self._head.draft_token_ids()
         self._params: dict[int, SamplingParams] = {}
+        self._batch: tuple[list[int], ParamsBatch] | None = None
         self._prompts: list[_Prompt] = []
         self._taps_SMF = torch.zeros((num_slots, _GROW, self._head.spec.fused_size), dtype=dtype, device=device)
         self._tokens_SM = torch.zeros((num_slots, _GROW), dtype=torch.int64, device=device)
@@ -89,6 +90,7 @@ class Eagle3Drafter:
         if requests[0].given is not None:
             context.append(requests[0].given.token_ids)
         tokens_P = torch.from_numpy(np.concatenate(context).astype(np.int64)).to(self._device)
+        self._batch = None
         for slot, request in zip(slots, requests, strict=True):
             self._params[slot] = request.params
             self._taps_SMF[slot, 0] = prompt_taps_PF[-1]
@@ -153,19 +155,23 @@ class Eagle3Drafter:
         """One draft per row and the law it was drawn from (empty when greedy)."""
         if self._greedy:
             return logits_BV.argmax(-1), logits_BV[:, :0]
-        weights_BV = tempered_weights(logits_BV, params)
-        if params.any_filters:
+        if params.any_filters or params.any_greedy:
             # q may be any known law; filtering it like p wastes fewer drafts on tokens p cannot emit.
-            weights_BV = filter_weights(weights_BV, params)
-        law = Law.from_weights(weights_BV)
+            law = Law.from_weights(filter_weights(tempered_weights(logits_BV, params), params))
+        else:
+            law = Law.from_logits(logits_BV, params)
         return law.draw(noise.draft_uniforms(depth)), law.probs(logits_BV.shape[-1])
 
     def _draft_params(self, slots: Sequence[int]) -> ParamsBatch:
-        """The rows' sampling with the draft's relative temperature."""
+        """The rows' sampling with the draft's relative temperature; made anew only when the rows change."""
+        if self._batch is not None and self._batch[0] == list(slots):
+            return self._batch[1]
         rows = [self._params[slot] for slot in slots]
         if self._temperature != 1.0:
             rows = [replace(row, temperature=row.temperature * self._temperature) for row in rows]
-        return ParamsBatch.of(rows, self._device)
+        batch = ParamsBatch.of(rows, self._device)
+        self._batch = (list(slots), batch)
+        return batch
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._head.embed(tokens, self._policy_embedding())

@@ -2,7 +2,7 @@
 
 Entry i of a row sits at cache position i, which is also its rotary position. Only the newest entry of a batch needs a
 query; the others contribute keys and values. The arithmetic is `leadout.models.eagle3.Eagle3Head`'s, with its matrix
-products packed for generation.
+products packed for generation. In bfloat16 on a CPU that can, all of it runs in `leadout.models.native`.
 
 Axes: B rows, M entries, H head width, G key-value heads, R query heads per key-value head, D head dimension, L cache
 positions, V draft vocabulary, S slots.
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from leadout.models.eagle3 import Eagle3Head, rotate
 from leadout.models.linear import PackedLinear
+from leadout.models.native.eagle3 import native_head
 
 _SLACK = 32
 
@@ -27,21 +28,37 @@ class Eagle3Cache:
     """Keys and values of one head layer for every slot."""
 
     def __init__(
-        self, head: Eagle3Head, *, num_slots: int, max_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        head: Eagle3Head,
+        *,
+        num_slots: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        native: bool | None = None,
     ) -> None:
+        """`native` False keeps to PyTorch operators; None uses the native kernels where they exist."""
         spec = head.spec
         self._head = head
         self._device = device
+        self.lengths = np.zeros(num_slots, np.int64)
+        eligible = native is not False and dtype is torch.bfloat16 and device.type == "cpu"
+        self._native = native_head(head, num_slots, max_len + _SLACK) if eligible else None
+        if self._native is not None:
+            self._native.pack()
+            return
         shape = (num_slots, spec.num_kv_heads, max_len + _SLACK, spec.head_dim)
         self._keys_SGLD = torch.zeros(shape, dtype=dtype, device=device)
         self._values_SGLD = torch.zeros(shape, dtype=dtype, device=device)
-        self.lengths = np.zeros(num_slots, np.int64)
         positions_L = torch.arange(max_len + _SLACK, device=device)
         self._cos_LD, self._sin_LD = (part.to(dtype) for part in head.rotary(positions_L))
         self.pack()
 
     def pack(self) -> None:
         """Lay the head's present weights out for generation."""
+        if self._native is not None:
+            self._native.pack()
+            return
         head, attention, mlp = self._head, self._head.midlayer.self_attn, self._head.midlayer.mlp
         dtype = head.fc.weight.dtype
 
@@ -65,6 +82,11 @@ class Eagle3Cache:
         counts_B: npt.NDArray[np.int64],
     ) -> torch.Tensor:
         """Append `counts_B` true entries per row; the head's output [B, H] of the newest one."""
+        if self._native is not None:
+            slots_B = np.array(slots, np.int64)
+            start_B, counts_B = self.lengths[slots_B], np.ascontiguousarray(counts_B, np.int64)
+            self.lengths[slots_B] = start_B + counts_B
+            return self._native.run(slots_B, start_B, counts_B, embeddings_BMH, taps_BMF=taps_BMF)
         features_BMH = self._fuse(taps_BMF)
         entry = self._head.entry(features_BMH, embeddings_BMH)
         last_B = torch.from_numpy(counts_B - 1).to(self._device)
@@ -79,6 +101,12 @@ class Eagle3Cache:
         self, slots: Sequence[int], features_BH: torch.Tensor, embeddings_BH: torch.Tensor, depth: int
     ) -> torch.Tensor:
         """One draft entry per row, `depth` entries past the true ones; it will be overwritten by true ones."""
+        if self._native is not None:
+            slots_B = np.array(slots, np.int64)
+            ones_B = np.ones(len(slots_B), np.int64)
+            return self._native.run(
+                slots_B, self.lengths[slots_B] + depth, ones_B, embeddings_BH[:, None], features_BH=features_BH
+            )
         entry = self._head.entry(features_BH, embeddings_BH)
         spec = self._head.spec
         query_BX, kv_BX = self._qkv(entry.input_NE).split(
@@ -90,12 +118,19 @@ class Eagle3Cache:
 
     def logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
         """Draft logits [B, V], fp32 or fp64."""
+        if self._native is not None:
+            return self._native.logits(hidden_BH)
         logits_BV = self._lm_head(self._head.norm(hidden_BH))
         return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
 
     def copy(self, source: int, targets: Sequence[int]) -> None:
         """Give other slots the entries of one."""
         length = int(self.lengths[source])
+        if self._native is not None:
+            if targets:
+                self._native.copy(source, targets, length)
+            self.lengths[list(targets)] = length
+            return
         for target in targets:
             self._keys_SGLD[target, :, :length] = self._keys_SGLD[source, :, :length]
             self._values_SGLD[target, :, :length] = self._values_SGLD[source, :, :length]

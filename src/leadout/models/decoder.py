@@ -3,7 +3,8 @@
 It holds the same weights as the learner's transformers model and computes the same function over a key-value cache,
 with fewer and larger operations: query, key and value in one product, gate and up in one, residual sums inside the
 products, the query heads of one key-value head folded into the query axis. Prefill, plain steps and the verification of
-drafts are the same `forward` with blocks of different width.
+drafts are the same `forward` with blocks of different width. In bfloat16 on a CPU that can, the whole pass is one call
+into `leadout.models.native`; what follows here is the path everywhere else.
 
 In float64 the norms and rotary angles are taken in float32 as in transformers, so that the learner's float64
 log-probabilities agree to 1e-9.
@@ -25,6 +26,8 @@ import torch.nn.functional as F
 from leadout.errors import CapacityError
 from leadout.models.kv import KVSlots
 from leadout.models.linear import LogitsHead, PackedLinear
+from leadout.models.native.check import native_decoder
+from leadout.models.native.decoder import NativeDecoder
 from leadout.models.spec import DecoderSpec
 from leadout.models.weights import check_tensors, expected_shapes
 
@@ -69,12 +72,25 @@ class _Block:
     mask: torch.Tensor | None
 
 
+def _check_fits(needed_B: npt.NDArray[np.int64], kv: KVSlots) -> None:
+    needed = int(needed_B.max())
+    if needed > kv.max_len:
+        raise CapacityError(f"expected at most {kv.max_len} tokens in a row, got {needed}; raise max_model_len")
+
+
 class FusedDecoder:
     """A decoder over `KVSlots`. Construct, `load` weights, then `forward`; `load` again at every refit."""
 
     def __init__(
-        self, spec: DecoderSpec, *, dtype: torch.dtype, device: torch.device | str = "cpu", max_len: int
+        self,
+        spec: DecoderSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        max_len: int,
+        native: bool | None = None,
     ) -> None:
+        """`native` False keeps to PyTorch operators; None uses the native kernels where they exist (bfloat16, CPU)."""
         spec.check_length(max_len)
         self.spec = spec
         self.dtype = dtype
@@ -82,7 +98,14 @@ class FusedDecoder:
         self.max_len = max_len
         self._cos_PD, self._sin_PD = spec.rope.tables(max_len + 1, dtype, self.device)
         self._layers: list[_Layer] = []
+        eligible = native is not False and dtype is torch.bfloat16 and self.device.type == "cpu"
+        self._native = native_decoder(spec, max_len) if eligible else None
         self._positions_P = torch.arange(max_len + 1, device=self.device)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the native kernels run this decoder."""
+        return self._native is not None
 
     @property
     def embedding_VH(self) -> torch.Tensor:
@@ -102,6 +125,10 @@ class FusedDecoder:
 
         """
         check_tensors(self.spec, tensors)
+        if self._native is not None:
+            self._native.load(tensors)
+            self._embedding = self._native.embedding
+            return
         embedding = self._place(tensors["model.embed_tokens.weight"])
         norm = self._place(tensors["model.norm.weight"])
         head = LogitsHead(embedding if self.spec.tied else tensors["lm_head.weight"].to(self.device), self.dtype)
@@ -156,6 +183,8 @@ class FusedDecoder:
 
         """
         assert all(0 <= tap <= self.spec.num_layers for tap in taps), "taps name layers 0..num_layers"
+        if self._native is not None:
+            return self._forward_native(self._native, tokens_BN, kv, slots, taps, counts_B)
         block = self._block(tokens_BN, kv, slots, counts_B)
         hidden_XH = F.embedding(tokens_BN.reshape(-1), self._embedding)
         tapped: dict[int, torch.Tensor] = {}
@@ -169,9 +198,32 @@ class FusedDecoder:
         taps_BNF = torch.cat([tapped[index] for index in taps], dim=-1).view(shape) if taps else None
         return DecoderStates(hidden_BNH=self._rms_norm(hidden_XH, self._norm).view(shape), taps_BNF=taps_BNF)
 
+    def _forward_native(
+        self,
+        native: NativeDecoder,
+        tokens_BN: torch.Tensor,
+        kv: KVSlots,
+        slots: Sequence[int],
+        taps: tuple[int, ...],
+        counts_B: npt.NDArray[np.int64] | None,
+    ) -> DecoderStates:
+        batch, width = tokens_BN.shape
+        assert batch == len(slots) and kv.max_len <= self.max_len and kv.dtype is self.dtype
+        own_writes = type(kv).write_block is not KVSlots.write_block or type(kv).write_at is not KVSlots.write_at
+        assert not own_writes, "a cache with writes of its own needs a decoder made with native=False"
+        lengths_B = kv.lengths[list(slots)]
+        counts_B = np.full(batch, width, np.int64) if counts_B is None else np.ascontiguousarray(counts_B, np.int64)
+        _check_fits(lengths_B + counts_B, kv)
+        hidden_BNH, taps_BNF = native.forward(
+            tokens_BN, kv.addresses(), kv.strides, kv.rows_array(slots), lengths_B, counts_B, taps
+        )
+        return DecoderStates(hidden_BNH=hidden_BNH, taps_BNF=taps_BNF)
+
     @torch.no_grad()
     def logits(self, hidden_XH: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states taken after the final norm: [X, H] -> f32[X, V] (f64 in float64)."""
+        if self._native is not None:
+            return self._native.logits(hidden_XH)
         return self._head(hidden_XH)
 
     @torch.no_grad()
@@ -200,9 +252,7 @@ class FusedDecoder:
         batch, width = tokens_BN.shape
         assert batch == len(slots) and kv.max_len <= self.max_len
         lengths_B = kv.lengths[list(slots)]
-        needed = int((lengths_B + (width if counts_B is None else counts_B)).max())
-        if needed > kv.max_len:
-            raise CapacityError(f"expected at most {kv.max_len} tokens in a row, got {needed}; raise max_model_len")
+        _check_fits(lengths_B + (width if counts_B is None else counts_B), kv)
         rows = kv.rows(slots)
         first = int(lengths_B[0])
         context = min(int(lengths_B.max()) + width, kv.max_len)

@@ -40,7 +40,7 @@ class KVSlots:
         # Zeros, not empty: masked positions are multiplied by weight 0, and 0 times NaN is NaN.
         self._shape = (num_slots, 2 * spec.num_kv_heads, max_len + 1, spec.head_dim)
         self._num_layers = spec.num_layers
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = torch.device(device)
         self._layers: list[torch.Tensor] = []
         self.set_allocated(True)
@@ -52,7 +52,7 @@ class KVSlots:
             self._layers = []
         elif not self._layers:
             self._layers = [
-                torch.zeros(self._shape, dtype=self._dtype, device=self._device) for _ in range(self._num_layers)
+                torch.zeros(self._shape, dtype=self.dtype, device=self._device) for _ in range(self._num_layers)
             ]
 
     @staticmethod
@@ -133,8 +133,7 @@ class KVSlots:
 
     def rows(self, slots: Sequence[int]) -> slice | torch.Tensor:
         """Physical rows of the slots: a slice if they follow one another, else an index, i64[B]."""
-        rows_B = self._row_of[list(slots)]
-        assert bool((rows_B != _FREE).all()), "a slot is not allocated"
+        rows_B = self.rows_array(slots)
         first = int(rows_B[0])
         if np.array_equal(rows_B, np.arange(first, first + len(rows_B))):
             return slice(first, first + len(rows_B))
@@ -152,6 +151,22 @@ class KVSlots:
         cache = self._layers[layer][:, :, :length]
         block_BMLD = cache[rows] if isinstance(rows, slice) else cache.index_select(0, rows)
         return block_BMLD[:, : self._num_kv_heads], block_BMLD[:, self._num_kv_heads :]
+
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Where each layer's cache lies, i64[num_layers], for code that reads it in place."""
+        return np.array([layer.data_ptr() for layer in self._layers], np.int64)
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Elements from one physical row to the next, and from one head to the next within a row."""
+        _, heads, positions, dim = self._shape
+        return heads * positions * dim, positions * dim
+
+    def rows_array(self, slots: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Physical rows of the slots, i64[B]."""
+        rows_B = self._row_of[list(slots)]
+        assert bool((rows_B != _FREE).all()), "a slot is not allocated"
+        return rows_B
 
     def write_block(self, layer: int, rows: slice, start: int, block_BNMD: torch.Tensor) -> None:
         """Store keys and values of N tokens at positions start..start+N-1 of consecutive rows."""

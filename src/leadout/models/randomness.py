@@ -2,7 +2,7 @@
 
 A rollout's numbers depend on (seed, rollout id, position, purpose, start of the round) only, so the batch around it,
 the order of finishing and a resume cannot change them. The generator is Philox4x32-10 (Salmon et al., "Parallel
-random numbers: as easy as 1, 2, 3", SC 2011), vectorised over rows in numpy.
+random numbers: as easy as 1, 2, 3", SC 2011), vectorised over rows in numpy, or the same bits from the native kernels.
 
 Axes: X any number of draws.
 """
@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from leadout.models.native.library import native_library
 
 Words = npt.NDArray[np.uint64]
 
@@ -70,12 +72,40 @@ def uniforms(
     """
     assert (round_start_X is None) == (purpose is Purpose.TOKEN), "only token draws ignore the round"
     start_X = np.zeros_like(position_X) if round_start_X is None else round_start_X
-    counter = (
-        position_X.astype(np.uint64) & _LOW,
-        (start_X.astype(np.uint64) | np.uint64(purpose << _PURPOSE_SHIFT)) & _LOW,
-        sibling_X.astype(np.uint64) & _LOW,
-        draw_X.astype(np.uint64) & _LOW,
+    second_X = (start_X.astype(np.uint64) | np.uint64(purpose << _PURPOSE_SHIFT)) & _LOW
+    return _of_words(seed_X, position_X, second_X, sibling_X, draw_X)
+
+
+def round_uniforms(
+    seed_B: npt.NDArray[Any],
+    draw_B: npt.NDArray[Any],
+    sibling_B: npt.NDArray[Any],
+    start_B: npt.NDArray[Any],
+    width: int,
+) -> npt.NDArray[np.float64]:
+    """f64[4, B, width]: `uniforms` of every purpose for the first `width` positions of a round, in one pass."""
+    purpose_411 = np.arange(len(Purpose), dtype=np.uint64)[:, None, None]
+    start_1B1 = start_B.astype(np.uint64)[None, :, None]
+    second_4B1 = np.where(purpose_411 == Purpose.TOKEN, np.uint64(0), start_1B1) | purpose_411 << np.uint64(
+        _PURPOSE_SHIFT
     )
+    position_1BW = start_1B1 + np.arange(width, dtype=np.uint64)
+    columns = [seed_B[None, :, None], position_1BW, second_4B1 & _LOW, sibling_B[None, :, None], draw_B[None, :, None]]
+    flat = [column.reshape(-1) for column in np.broadcast_arrays(*columns)]
+    return _of_words(*flat).reshape(len(Purpose), len(seed_B), width)
+
+
+def _of_words(
+    seed_X: npt.NDArray[Any],
+    position_X: npt.NDArray[Any],
+    second_X: npt.NDArray[Any],
+    sibling_X: npt.NDArray[Any],
+    draw_X: npt.NDArray[Any],
+) -> npt.NDArray[np.float64]:
+    library = native_library()
+    if library is not None:
+        return library.uniforms(seed_X, position_X, second_X, sibling_X, draw_X)
+    counter = tuple(word.astype(np.uint64) & _LOW for word in (position_X, second_X, sibling_X, draw_X))
     word0, word1, _, _ = philox4x32(counter, (seed_X.astype(np.uint64) & _LOW, seed_X.astype(np.uint64) >> _SHIFT))
     bits = (word0 << np.uint64(21)) | (word1 >> np.uint64(11))
     return np.asarray(bits.astype(np.float64) * 2.0**-53)

@@ -14,9 +14,10 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from leadout.models.native.library import LAW_BLOCK, NativeLibrary, native_library
 from leadout.records import SamplingParams
 
-_BLOCK = 512
+_BLOCK = LAW_BLOCK
 _WINDOW = 1024
 
 
@@ -85,6 +86,15 @@ class Law:
         block_sums_XC = weights_XV.reshape(-1, blocks, _BLOCK).sum(-1)
         return cls(weights_XV, block_sums_XC, block_sums_XC.double().sum(-1))
 
+    @classmethod
+    def from_logits(cls, logits_XV: torch.Tensor, params: ParamsBatch, times: int = 1) -> Law:
+        """The tempered law, no filters; an entry of `params` serves `times` positions; may write into `logits_XV`."""
+        library = native_for(logits_XV)
+        if library is None:
+            return cls.from_weights(tempered_weights(logits_XV, params.repeat(times)))
+        temperature_X = params.temperature_X if times == 1 else params.temperature_X.repeat_interleave(times)
+        return cls(*library.law(logits_XV, temperature_X))
+
     def prob(self, ids_X: torch.Tensor) -> torch.Tensor:
         """f64[X]: probability of one token per law."""
         return self.weights_XV.gather(-1, ids_X[:, None]).squeeze(-1).double() / self.total_X
@@ -103,6 +113,9 @@ class Law:
 
     def draw(self, uniforms_X: torch.Tensor) -> torch.Tensor:
         """i64[X]: the token whose slice of the cumulative distribution holds each uniform (f64[X])."""
+        library = native_for(self.weights_XV)
+        if library is not None:
+            return library.draw(self.weights_XV, self.block_sums_XC, uniforms_X)
         cumulative_XC = self.block_sums_XC.double().cumsum(-1)
         target_X = uniforms_X * cumulative_XC[:, -1]
         block_X = _first_above(cumulative_XC, self.block_sums_XC, target_X)
@@ -113,6 +126,13 @@ class Law:
         inside_XK = self.weights_XV.reshape(-1, blocks, _BLOCK)[index_X, block_X]
         offset_X = _first_above(inside_XK.double().cumsum(-1), inside_XK, target_X - before_X)
         return block_X * _BLOCK + offset_X
+
+
+def native_for(x_XV: torch.Tensor) -> NativeLibrary | None:
+    """The native kernels, where they can take these rows: float32 on CPU, whole blocks apart."""
+    if x_XV.dtype is not torch.float32 or x_XV.device.type != "cpu" or x_XV.stride(-1) != 1:
+        return None
+    return native_library() if x_XV.stride(0) == -(-x_XV.shape[-1] // _BLOCK) * _BLOCK else None
 
 
 def _first_above(cumulative_XN: torch.Tensor, steps_XN: torch.Tensor, target_X: torch.Tensor) -> torch.Tensor:

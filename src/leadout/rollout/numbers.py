@@ -7,18 +7,18 @@ Axes: B rows, K drafts, N = K + 1 positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from leadout.models.randomness import Purpose, uniforms
+from leadout.models.randomness import Purpose, round_uniforms
 
 
 @dataclass(frozen=True, slots=True)
 class RoundNumbers:
-    """Uniforms keyed by rollout, position, purpose and round."""
+    """Uniforms keyed by rollout, position, purpose and round; made together when the first of them is asked for."""
 
     seed_B: npt.NDArray[np.uint64]
     draw_B: npt.NDArray[np.int64]
@@ -27,32 +27,34 @@ class RoundNumbers:
     """Position (count of tokens generated so far) at which this round starts."""
     device: torch.device
     """Where the numbers are needed."""
+    width: int = 1
+    """Positions of the round that are expected to be asked for."""
+    _made: list[npt.NDArray[np.float64]] = field(default_factory=list, init=False, repr=False)
+    """The numbers of every purpose so far, f64[4, B, N], in the last place."""
 
-    def _at(self, position_B: npt.NDArray[np.int64], purpose: Purpose) -> torch.Tensor:
-        start_B = None if purpose is Purpose.TOKEN else self.start_B
-        flat = uniforms(self.seed_B, self.draw_B, self.sibling_B, position_B, purpose, start_B)
-        return torch.from_numpy(flat).to(self.device)
-
-    def _block(self, width: int, purpose: Purpose) -> torch.Tensor:
+    def _block(self, width: int, purpose: Purpose) -> npt.NDArray[np.float64]:
         """f64[B, width]: the numbers for the round's first `width` positions."""
-        position_BW = self.start_B[:, None] + np.arange(width)
-        seed_X, draw_X, sibling_X = (np.repeat(a, width) for a in (self.seed_B, self.draw_B, self.sibling_B))
-        start_X = None if purpose is Purpose.TOKEN else np.repeat(self.start_B, width)
-        flat = uniforms(seed_X, draw_X, sibling_X, position_BW.reshape(-1), purpose, start_X)
-        return torch.from_numpy(flat.reshape(position_BW.shape)).to(self.device)
+        if not self._made or self._made[-1].shape[2] < width:
+            wide = max(width, self.width)
+            self._made.append(round_uniforms(self.seed_B, self.draw_B, self.sibling_B, self.start_B, wide))
+        return np.asarray(self._made[-1][purpose, :, :width])
+
+    def _place(self, numbers: npt.NDArray[np.float64]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self.device)
 
     def draft_uniforms(self, depth: int) -> torch.Tensor:
         """f64[B] for sampling draft `depth` (0-based)."""
-        return self._at(self.start_B + depth, Purpose.DRAFT)
+        return self._place(self._block(depth + 1, Purpose.DRAFT)[:, depth])
 
     def accept_uniforms(self, num_drafts: int) -> torch.Tensor:
         """f64[B, K] for accepting each draft."""
-        return self._block(num_drafts, Purpose.ACCEPT)
+        return self._place(self._block(num_drafts, Purpose.ACCEPT))
 
     def token_uniforms(self, num_positions: int) -> torch.Tensor:
         """f64[B, N] for drawing from the policy itself at each position."""
-        return self._block(num_positions, Purpose.TOKEN)
+        return self._place(self._block(num_positions, Purpose.TOKEN))
 
     def residual_uniforms(self, offset_B: npt.NDArray[np.int64]) -> torch.Tensor:
         """f64[B] for the correction at round position `offset_B`."""
-        return self._at(self.start_B + offset_B, Purpose.RESIDUAL)
+        block_BN = self._block(int(offset_B.max()) + 1, Purpose.RESIDUAL)
+        return self._place(block_BN[np.arange(len(offset_B)), offset_B])

@@ -65,9 +65,9 @@ class LiveRows:
             ends_BN |= uses_B[:, None] & np.isin(tokens_BN, ids)
         return ends_BN
 
-    def numbers(self, start_B: Ints, device: torch.device) -> RoundNumbers:
-        """The random numbers of a round that starts at these positions."""
-        return RoundNumbers(self.seed_B, self.draw_B, self.sibling_B, start_B, device)
+    def numbers(self, start_B: Ints, device: torch.device, width: int = 1) -> RoundNumbers:
+        """The random numbers of a round that starts at these positions and is `width` positions long."""
+        return RoundNumbers(self.seed_B, self.draw_B, self.sibling_B, start_B, device, width)
 
 
 def run_round(
@@ -76,7 +76,7 @@ def run_round(
     """Advance every live row by at least one token; the rows that ended, and what to tell the draft length."""
     began = time.perf_counter()
     start_B = table.generated_S[live.slots_B].copy()
-    numbers = live.numbers(start_B, parts.device)
+    numbers = live.numbers(start_B, parts.device, num_drafts + 1)
     draft = _propose(parts, live, np.minimum(num_drafts, table.remaining(live.rows) - 1), numbers)
     drafted_at = time.perf_counter()
 

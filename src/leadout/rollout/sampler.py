@@ -60,6 +60,9 @@ class Sampler:
 
         `batch` has one entry per row. May write into `logits_XV`.
         """
+        if not (batch.any_penalties or batch.any_greedy or batch.any_filters):
+            law = Law.from_logits(logits_XV, batch, tokens_BN.shape[1])
+            return Laws(sampled=law, policy=law)
         positions = batch.repeat(tokens_BN.shape[1])
         special = batch.any_penalties or batch.any_greedy
         plain_XV = logits_XV.clone() if special else logits_XV
@@ -68,9 +71,6 @@ class Sampler:
         weights_XV = tempered_weights(logits_XV, positions)
         if special:
             policy = Law.from_weights(tempered_weights(plain_XV, _ungreedy(positions)))
-        elif not batch.any_filters:
-            law = Law.from_weights(weights_XV)
-            return Laws(sampled=law, policy=law)
         else:
             policy = Law.from_weights(weights_XV)
         if batch.any_filters:

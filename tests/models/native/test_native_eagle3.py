@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from leadout.drafters.eagle3_cache import Eagle3Cache
+from leadout.models.eagle3 import Eagle3Head, Eagle3Spec
+from leadout.models.rope import RopeSpec
+from tests.models.native.models import distance, needs_kernels
+
+pytestmark = needs_kernels
+
+NORMS = [{}, {"fc_norm": False}, {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True}]
+
+
+def caches(**norms: bool) -> tuple[Eagle3Cache, Eagle3Cache]:
+    """The same head natively in bfloat16 and by PyTorch in float32."""
+    spec = Eagle3Spec(
+        hidden_size=96,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=32,
+        intermediate_size=112,
+        rms_norm_eps=1e-6,
+        rope=RopeSpec(rope_type="default", theta=1e4, dim=32),
+        max_position_embeddings=64,
+        vocab_size=300,
+        draft_vocab_size=120,
+        layer_ids=(0, 1, 2),
+        target_hidden_size=96,
+        **norms,
+    )
+    torch.manual_seed(0)
+    head = Eagle3Head(spec).to(torch.bfloat16).requires_grad_(False)
+    for parameter in head.parameters():
+        parameter.add_(0.05 * torch.randn_like(parameter))
+    wide = Eagle3Head(spec).requires_grad_(False)
+    wide.load_state_dict(head.state_dict())
+    common = {"num_slots": 3, "max_len": 64, "device": torch.device("cpu")}
+    return Eagle3Cache(head, dtype=torch.bfloat16, **common), Eagle3Cache(wide, dtype=torch.float32, **common)
+
+
+@pytest.mark.parametrize("norms", NORMS)
+def test_true_entries_and_drafts_equal_those_of_the_float32_head(norms: dict[str, bool]) -> None:
+    native, wide = caches(**norms)
+    generator = torch.Generator().manual_seed(1)
+    slots = [2, 0]
+    for width, counts in ((20, [20, 7]), (3, [1, 3]), (1, [1, 1])):
+        taps = torch.randn(2, width, 288, generator=generator).to(torch.bfloat16)
+        embeddings = torch.randn(2, width, 96, generator=generator).to(torch.bfloat16)
+        drafted = torch.randn(2, 96, generator=generator).to(torch.bfloat16)
+        results = []
+        for cache, dtype in ((native, torch.bfloat16), (wide, torch.float32)):
+            hidden = cache.run(slots, taps.to(dtype), embeddings.to(dtype), np.array(counts))
+            first = cache.extend(slots, hidden, drafted.to(dtype), 0)
+            second = cache.extend(slots, first, drafted.to(dtype), 1)
+            results.append((hidden, cache.logits(hidden), first, second))
+        assert max(distance(a, b) for a, b in zip(*results, strict=True)) < 0.01
+
+
+def test_a_copied_prompt_continues_like_its_source() -> None:
+    native, _ = caches()
+    taps, embeddings = torch.randn(1, 9, 288), torch.randn(1, 9, 96)
+    native.run([0], taps, embeddings, np.array([9]))
+    native.copy(0, [1, 2])
+    after = native.run([0, 2], taps[:, :1].expand(2, -1, -1), embeddings[:, :1].expand(2, -1, -1), np.array([1, 1]))
+    assert torch.equal(after[0], after[1])
+    assert native.lengths.tolist() == [10, 9, 10]
