@@ -6,14 +6,16 @@ are refused. Only `leadout.build` reads these objects: everything below it takes
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
+_LOSS_TERM = r"(\d+(\.\d+)?\*)?(ce|kl|tv|lk)"
 
 
 class Section(BaseModel):
@@ -75,14 +77,19 @@ class LeadoutSpeculation(Section):
     """Measured seconds by shape; makes `auto` independent of the clock, and so reproducible."""
     draft_temperature: float = Field(default=1.0, gt=0.0)
     """Temperature of the draft relative to the policy's; any value is lossless."""
+    history_tokens: Positive = 2_000_000
+    """Tokens of finished rollouts that `history` keeps in all, 4 bytes each; the least used prompts' go first."""
+    history_rollouts: Positive = 32
+    """Rollouts it keeps of one prompt."""
 
 
 class SpeculativeConfig(Section):
     """How rollouts are drafted; keys as in vLLM."""
 
-    method: Literal["eagle3", "ngram"] = "eagle3"
+    method: Literal["eagle3", "ngram", "history", "small_model", "history+eagle3", "history+small_model"] = "eagle3"
+    """`history+…` looks earlier rollouts up first and asks the model where nothing matches, or where it pays."""
     model: str | None = None
-    """Draft checkpoint folder; null starts an untrained drafter (trainable methods only)."""
+    """Draft head folder, or folder, alias or hub id of a small model; null starts an untrained head (eagle3 only)."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=16)] | Literal["auto"] = "auto"
     """k: fixed, 0 = off, or chosen every round."""
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
@@ -90,7 +97,9 @@ class SpeculativeConfig(Section):
     rejection_sample_method: Literal["standard"] = "standard"
     """The exact rule; there is no other."""
     prompt_lookup_min: Positive = 1
+    """Shortest suffix that `ngram` and `history` draft from."""
     prompt_lookup_max: Positive = 3
+    """Longest suffix that `ngram` tells apart; `history` always takes the longest match."""
     leadout: LeadoutSpeculation = LeadoutSpeculation()
 
     @model_validator(mode="after")
@@ -101,6 +110,23 @@ class SpeculativeConfig(Section):
                 f"got {self.prompt_lookup_min} > {self.prompt_lookup_max}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _small_model_is_named(self) -> SpeculativeConfig:
+        if self.draft_model == "small_model" and self.model is None:
+            raise ValueError(f"method {self.method} needs `model`: the folder of a model with the policy's tokenizer")
+        return self
+
+    @property
+    def draft_model(self) -> Literal["eagle3", "small_model"] | None:
+        """The model that drafts, if one does."""
+        name = self.method.removeprefix("history+")
+        return "eagle3" if name == "eagle3" else "small_model" if name == "small_model" else None
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether finished rollouts are kept and looked up."""
+        return self.method.startswith("history")
 
 
 class RolloutSection(Section):
@@ -135,7 +161,8 @@ class Draft(Section):
 
     enabled: bool | Literal["auto"] = "auto"
     """`auto`: on if the method can be trained."""
-    loss_fn: Literal["ce"] = "ce"
+    loss_fn: str = "ce"
+    """`ce`, `kl`, `tv`, `lk`, or a weighted sum such as `ce+tv` or `0.3*ce+0.7*tv`."""
     ttt_steps: Annotated[int, Field(ge=1, le=8)] = 3
     """Unrolled steps of test-time training."""
     ttt_decay: Share = 0.8
@@ -161,6 +188,13 @@ class Draft(Section):
     """Tapped layers (the state entering them); null is (2, L/2, L-3)."""
     measure_tokens: Positive = 4096
     """At most this many response tokens a step measure the expected acceptance length."""
+
+    @field_validator("loss_fn")
+    @classmethod
+    def _known_losses(cls, value: str) -> str:
+        if not re.fullmatch(rf"{_LOSS_TERM}(\+{_LOSS_TERM})*", value):
+            raise ValueError(f"expected ce, kl, tv, lk or a sum such as ce+tv or 0.3*ce+0.7*tv, got {value!r}")
+        return value
 
 
 class Grpo(Section):
@@ -235,6 +269,15 @@ class Checkpoint(Section):
     keep: Positive = 2
 
 
+class Audit(Section):
+    """The run's own check that its rollouts are the policy's; stops the run at an e-value of 10,000."""
+
+    every: Count = 0
+    """Audit every n-th step; 0 is off."""
+    tokens: Positive = 500
+    """About how many tokens of such a step are looked at, whole rollouts picked by their id."""
+
+
 class Eval(Section):
     """When the policy is evaluated."""
 
@@ -275,6 +318,7 @@ class RunConfig(Section):
     train: Train = Train()
     pipeline: Pipeline = Pipeline()
     checkpoint: Checkpoint = Checkpoint()
+    audit: Audit = Audit()
     eval: Eval = Eval()
     log: Log = Log()
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -285,10 +329,12 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         speculation = self.rollout.speculative_config
-        trainable = speculation is not None and speculation.method == "eagle3"
+        trainable = speculation is not None and speculation.draft_model == "eagle3"
         if self.draft.enabled is True and not trainable:
             method = "none" if speculation is None else speculation.method
-            raise ValueError(f"draft.enabled: true needs a method that can be trained (eagle3), got {method}")
+            raise ValueError(
+                f"draft.enabled: true needs a method that can be trained (eagle3, history+eagle3), got {method}"
+            )
         if self.rollout.temperature == 0.0:
             raise ValueError("rollout.temperature must be > 0 for training (greedy rollouts carry no signal), got 0")
         if self.rollout.num_generations < 2 and self.grpo.scale_rewards != "none":
@@ -302,4 +348,4 @@ class RunConfig(Section):
     def trains_drafter(self) -> bool:
         """Whether the drafter learns during the run."""
         speculation = self.rollout.speculative_config
-        return self.draft.enabled is not False and speculation is not None and speculation.method == "eagle3"
+        return self.draft.enabled is not False and speculation is not None and speculation.draft_model == "eagle3"

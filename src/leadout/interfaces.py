@@ -174,6 +174,9 @@ class Draft:
     """Drafts of each row, at most what was asked for."""
     probs: DraftProbs | None
     """None for a point mass."""
+    looked_up_B: npt.NDArray[np.bool_] | None = None
+    """Rows whose drafts are point masses although `probs` is there for others, bool[B]; their q is not used. A drafter
+    that mixes both kinds sets it in every round; None is a drafter of one kind."""
 
 
 class Noise(Protocol):

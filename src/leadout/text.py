@@ -64,6 +64,14 @@ class TextCodec:
         """Number of token ids, added ones included."""
         return len(self._tokenizer)
 
+    def difference(self, other: TextCodec) -> str | None:
+        """The first token whose id differs from another tokenizer's, in words; None if all are the same."""
+        own, others = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
+        if own == others:
+            return None
+        token = min(dict(own.items() ^ others.items()), key=lambda t: min(own.get(t, 1 << 40), others.get(t, 1 << 40)))
+        return f"token {token!r} has id {own.get(token, 'none')} here and {others.get(token, 'none')} there"
+
     @property
     def has_chat_template(self) -> bool:
         """Whether chat messages can be rendered."""

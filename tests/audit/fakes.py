@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -175,8 +175,9 @@ class TableGenerator:
 def table_score(table_SV: np.ndarray):
     """Teacher forcing for `TableGenerator`: logits by previous token, one exact pass."""
 
-    def score(rollout: Rollout) -> Scores:
-        before_T = np.concatenate((rollout.prompt.token_ids[-1:], rollout.token_ids[:-1]))
-        return Scores(exact_TV=torch.from_numpy(table_SV[before_T]), rounded_TV=None)
+    def score(rollouts: Sequence[Rollout]) -> Iterator[Scores]:
+        for rollout in rollouts:
+            before_T = np.concatenate((rollout.prompt.token_ids[-1:], rollout.token_ids[:-1]))
+            yield Scores(exact_TV=torch.from_numpy(table_SV[before_T]), rounded_TV=None)
 
     return score

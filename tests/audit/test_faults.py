@@ -12,7 +12,7 @@ from leadout.errors import ConfigError
 from leadout.records import SamplingParams
 from tests.audit.tiny_engine import EOS, make_decoder, make_generator, make_requests, make_score
 
-DEMANDS = Demands(tokens=1000, class_tokens=20)
+DEMANDS = Demands(tokens=800, class_tokens=20, temperature_error=0.5)
 TESTS = {
     "shared-uniform": "T4",
     "draft-noise-reused": "T4",
@@ -31,7 +31,7 @@ TESTS = {
     "mixed-rows": "T1",
     "bonus-wrong-position": "T1",
     "logprobs-before-temperature": "T6",
-    "own-confidence": "T4",
+    "own-confidence": "T1",
     "sibling-noise": "T7",
     "late-stop": "T0",
 }
@@ -87,12 +87,12 @@ def test_the_engine_passes(decoder, params):
 
 @pytest.mark.parametrize("name", TESTS)
 def test_a_fault_fails_and_the_output_names_the_test_that_caught_it(decoder, name):
-    verdict = audit(decoder, fault_named(name), 24)
+    verdict = audit(decoder, fault_named(name), 14)
     assert verdict.exit_code == 1
     assert TESTS[name] in {result.test for result in verdict.failures}
 
 
 @pytest.mark.parametrize("name", [fault.name for fault in faults() if fault.harmless])
 def test_a_harmless_change_passes(decoder, name):
-    verdict = audit(decoder, fault_named(name), 24)
+    verdict = audit(decoder, fault_named(name), 14)
     assert verdict.outcome is Outcome.PASS, verdict.reason

@@ -87,7 +87,7 @@ def test_a_partial_selection_gives_the_edges_of_a_full_sort(monkeypatch):
     logits_NV = torch.from_numpy(rng.standard_normal((50, 200)))
     params = SamplingParams(top_p=0.7)
     whole = make_law(log_full(logits_NV, params), params, ROUNDED)
-    monkeypatch.setattr(law_module, "NUM_CANDIDATES", 40)
+    monkeypatch.setattr(law_module, "NUM_CANDIDATES", (10, 40))
     partial = make_law(log_full(logits_NV, params), params, ROUNDED)
     assert torch.equal(whole.inner_N, partial.inner_N)
     assert torch.equal(whole.outer_N, partial.outer_N)

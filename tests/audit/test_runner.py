@@ -114,8 +114,8 @@ def test_requests_of_several_settings_are_refused():
 
 
 def test_a_learner_with_broken_logits_is_named():
-    def score(rollout):
-        return Scores(exact_TV=torch.full((rollout.length, 16), torch.nan), rounded_TV=None)
+    def score(rollouts):
+        return [Scores(exact_TV=torch.full((rollout.length, 16), torch.nan), rounded_TV=None) for rollout in rollouts]
 
     with pytest.raises(AuditError, match="the learner's logits are not finite"):
         run_audit(
@@ -150,6 +150,17 @@ def test_progress_counts_rollouts_and_tokens():
         precision="float64",
         progress=lambda done, total, tokens: seen.append((done, total, tokens)),
     )
-    assert [done for done, _, _ in seen] == list(range(1, 13))
+    assert [done for done, _, _ in seen] == [10, 12]
     assert {total for _, total, _ in seen} == {12}
     assert seen[-1][2] > seen[0][2] > 0
+
+
+def test_a_bf16_generator_needs_both_passes_of_the_learner():
+    with pytest.raises(ConfigError, match="two passes of the learner"):
+        run_audit(
+            TableGenerator(TABLE_SV, DRAFT_SV),
+            table_score(TABLE_SV),
+            make_requests(1, 1, PARAMS),
+            name="x",
+            precision="bfloat16",
+        )

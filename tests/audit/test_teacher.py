@@ -25,7 +25,7 @@ def make_model(dtype):
 def test_logits_stand_at_the_positions_that_produced_the_tokens():
     model = make_model(torch.float64)
     rollout = make_rollout(tokens=(7, 8, 9, 2))
-    scores = TeacherForced(model)(rollout)
+    (scores,) = TeacherForced(model)([rollout])
     context = torch.from_numpy(np.concatenate((rollout.prompt.token_ids, rollout.token_ids)).astype(np.int64))
     with torch.inference_mode():
         for position in range(4):
@@ -35,7 +35,7 @@ def test_logits_stand_at_the_positions_that_produced_the_tokens():
 
 
 def test_a_bf16_pass_keeps_its_logits_in_fp32():
-    scores = TeacherForced(make_model(torch.float32), make_model(torch.bfloat16))(make_rollout(tokens=(7, 8, 9)))
+    (scores,) = TeacherForced(make_model(torch.float32), make_model(torch.bfloat16))([make_rollout(tokens=(7, 8, 9))])
     assert scores.rounded_TV.dtype is torch.float32
     gap = (scores.rounded_TV - scores.exact_TV).abs()
     assert 0 < float(gap.max()) < 0.1

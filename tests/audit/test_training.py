@@ -20,7 +20,7 @@ def step(auditor, generator, first_draw, draws=20):
     while rollouts := generator.collect():
         for rollout in rollouts:
             if auditor.select(rollout):
-                auditor.observe(rollout, SCORE(rollout).exact_TV)
+                auditor.observe(rollout, next(iter(SCORE([rollout]))).exact_TV)
     return auditor.finish_step()
 
 
@@ -83,3 +83,12 @@ def test_a_broken_record_stops_the_run():
     auditor.observe(rollout, torch.zeros(3, 16))
     with pytest.raises(AuditError, match="rounds account for 2 tokens"):
         auditor.finish_step()
+
+
+def test_only_every_nth_step_is_looked_at():
+    auditor = TrainingAuditor(PARAMS, precision="float64", share=1.0, every=3)
+    seen = []
+    for _ in range(7):
+        seen.append(auditor.select(make_rollout()))
+        auditor.finish_step()
+    assert seen == [True, False, False, True, False, False, True]

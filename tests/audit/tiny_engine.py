@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import torch
 
@@ -97,9 +99,9 @@ def make_score(decoder: FusedDecoder, rounded: FusedDecoder | None = None):
         states = model.forward(torch.from_numpy(tokens_T)[None], kv, kv.allocate(1))
         return model.logits(states.hidden_BNH[0, len(rollout.prompt.token_ids) - 1 : -1])
 
-    def score(rollout: Rollout) -> Scores:
-        return Scores(
-            exact_TV=logits(decoder, rollout), rounded_TV=None if rounded is None else logits(rounded, rollout)
-        )
+    def score(rollouts: Sequence[Rollout]) -> Iterator[Scores]:
+        for rollout in rollouts:
+            second = None if rounded is None else logits(rounded, rollout)
+            yield Scores(exact_TV=logits(decoder, rollout), rounded_TV=second)
 
     return score

@@ -23,16 +23,23 @@ from tests.equivalence.tiny_engines import (
     eagle3_head,
     engine,
     generate,
+    history_drafter,
     ngram_drafter,
     ragged_requests,
+    small_drafter,
     teacher_forced,
     tokens_of,
     trained_head,
+    with_history,
 )
 from tests.models.tiny import decoder, policy
 
-DRAFTERS = ["ngram", "eagle3", "eagle3-greedy"]
-POINT_MASS = ["ngram", "eagle3-greedy"]
+POINT_MASS = ["ngram", "history", "eagle3-greedy", "small-greedy", "history+eagle3-greedy"]
+DRAFTERS = [*POINT_MASS, "eagle3", "small", "history+eagle3", "history+small"]
+EVERY_LENGTH = [
+    (name, k) for name in DRAFTERS for k in range(1, 9) if k in (1, 4, 8) or name in ("ngram", "eagle3", "small")
+]
+"""All lengths for one drafter of each kind, three for the others."""
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +59,14 @@ def head(llama, fused):
 
 
 def make_drafter(name: str, head, fused, num_slots: int = 16) -> Drafter:
+    if name.startswith("history+"):
+        return with_history(make_drafter(name.removeprefix("history+"), head, fused, num_slots), num_slots)
     if name == "ngram":
         return ngram_drafter(num_slots)
+    if name == "history":
+        return history_drafter(num_slots)
+    if name.startswith("small"):
+        return small_drafter(policy("llama", torch.float64), num_slots, greedy=name == "small-greedy")
     return eagle3_drafter(head, fused, num_slots, greedy=name == "eagle3-greedy")
 
 
@@ -62,16 +75,14 @@ def plain_greedy(fused):
     return tokens_of(generate(engine(fused), ragged_requests(4, 4, temperature=0.0)))
 
 
-@pytest.mark.parametrize("k", range(1, 9))
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "k"), EVERY_LENGTH)
 def test_greedy_tokens_are_those_of_plain_decoding_in_a_batch_of_16(fused, head, plain_greedy, name, k):
     speculative = generate(engine(fused, make_drafter(name, head, fused), k), ragged_requests(4, 4, temperature=0.0))
     assert tokens_of(speculative) == plain_greedy
     assert drafted(speculative) > accepted(speculative) > 0
 
 
-@pytest.mark.parametrize("k", range(1, 9))
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "k"), EVERY_LENGTH)
 def test_greedy_tokens_are_those_of_plain_decoding_alone(fused, head, plain_greedy, name, k):
     request = ragged_requests(4, 4, temperature=0.0)[9]
     speculative = generate(engine(fused, make_drafter(name, head, fused, 1), k, num_slots=1), [request])
@@ -79,7 +90,7 @@ def test_greedy_tokens_are_those_of_plain_decoding_alone(fused, head, plain_gree
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "eagle3-greedy"])
 def test_a_qwen3_policy_decodes_greedily_to_the_same_tokens(name, k):
     model = policy("qwen3", torch.float64, seed=3)
     fused = decoder(model, MAX_LEN)

@@ -9,9 +9,14 @@ import numpy as np
 import torch
 
 from leadout.draft_length.controller import DraftLength, FixedLength
+from leadout.draft_length.source_choice import SourceChoice
+from leadout.drafters.combined import CombinedDrafter
 from leadout.drafters.eagle3 import Eagle3Drafter
+from leadout.drafters.history import HistoryDrafter
 from leadout.drafters.ngram import NgramDrafter
+from leadout.drafters.small_model import SmallModelDrafter
 from leadout.interfaces import Drafter
+from leadout.models.cut_layers import cut_config, cut_tensors
 from leadout.models.decoder import FusedDecoder
 from leadout.models.eagle3 import Eagle3Head, initial_head
 from leadout.models.eagle3_spec import Eagle3Spec
@@ -87,6 +92,27 @@ def eagle3_drafter(
 def ngram_drafter(num_slots: int, max_len: int = MAX_LEN) -> NgramDrafter:
     """Looks up one to three tokens."""
     return NgramDrafter(num_slots=num_slots, max_len=max_len, min_ngram=1, max_ngram=3, device=torch.device("cpu"))
+
+
+def history_drafter(num_slots: int, max_len: int = MAX_LEN) -> HistoryDrafter:
+    """Remembers finished rows."""
+    return HistoryDrafter(num_slots=num_slots, max_len=max_len, device=torch.device("cpu"))
+
+
+def small_drafter(
+    model: Any, num_slots: int, *, layers: Sequence[int] = (0, 2), greedy: bool = False, max_len: int = MAX_LEN
+) -> SmallModelDrafter:
+    """Some of the model's own layers."""
+    spec = DecoderSpec.from_config(cut_config(model.config.to_dict(), layers))
+    decoder = FusedDecoder(spec, dtype=model.dtype, max_len=max_len)
+    decoder.load(cut_tensors(dict(model.named_parameters()), layers))
+    vocab_size = model.config.vocab_size
+    return SmallModelDrafter(decoder, num_slots=num_slots, policy_vocab_size=vocab_size, greedy=greedy)
+
+
+def with_history(model_drafter: Drafter, num_slots: int) -> CombinedDrafter:
+    """History before the given drafter, chosen without a clock."""
+    return CombinedDrafter(history_drafter(num_slots), model_drafter, SourceChoice(8), device=torch.device("cpu"))
 
 
 def engine(

@@ -217,3 +217,36 @@ def test_rolling_back_undoes_a_step():
     trainer.roll_back()
     assert all(torch.equal(tensor, kept[name]) for name, tensor in trainer.head.state_dict().items())
     assert trainer.updates == 1
+
+
+@pytest.mark.parametrize("loss_fn", ["kl", "tv", "lk", "ce+tv"])
+def test_every_loss_raises_the_acceptance_of_the_rollouts_it_learns(loss_fn):
+    _, forward, trainer = setup(DraftSettings(autocast=False, learning_rate=1e-2, warmup_steps=1, loss_fn=loss_fn))
+    groups = random_groups([[8, 8]])
+    before = trainer.evaluate(groups, forward)["draft/expected_acceptance_rate_pos_1"]
+    for _ in range(12):
+        step(trainer, forward, groups)
+    assert trainer.evaluate(groups, forward)["draft/expected_acceptance_rate_pos_1"] > before + 0.1
+
+
+def test_held_out_acceptance_is_what_a_step_would_measure():
+    _, forward, trainer = setup()
+    groups = random_groups([[6, 5, 6], [5, 6]])
+    before = {name: tensor.clone() for name, tensor in trainer.head.state_dict().items()}
+    held_out = trainer.evaluate(groups, forward)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.head.state_dict().items())
+    measured = step(trainer, forward, groups)
+    assert held_out == {name: measured[name] for name in held_out}
+    assert len(held_out) == 4
+
+
+def test_the_learning_rate_rises_stays_and_falls_to_its_floor():
+    settings = DraftSettings(
+        autocast=False, learning_rate=1.0, warmup_steps=2, decay_from=4, decay_updates=8, decay_floor=0.1
+    )
+    _, _, trainer = setup(settings)
+    rates = []
+    for updates in (0, 1, 3, 4, 6, 8, 20):
+        trainer.updates = updates
+        rates.append(trainer._learning_rate())
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.5, 0.1, 0.1])

@@ -7,9 +7,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from leadout.errors import ConfigError
 from leadout.train.draft_loss import (
+    LOSSES,
     acceptance_of_token,
     expected_rounds,
+    make_loss,
+    shared_mass,
     soft_cross_entropy,
     teacher_probabilities,
     unrolled_loss,
@@ -40,6 +44,94 @@ def test_with_a_reduced_vocabulary_a_position_weighs_what_can_be_drafted_there()
     soft_cross_entropy(logits, share, 1.0).sum().backward()
     expected = 0.4 * (logits.detach().softmax(-1) - share / 0.4)
     torch.testing.assert_close(logits.grad, expected, rtol=0, atol=1e-12)
+
+
+def logits_and_teacher(share: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(6, 9, generator=generator, dtype=torch.float64)
+    return logits, share * torch.randn(6, 9, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7])
+@pytest.mark.parametrize("name", [*LOSSES, "ce+tv", "0.3*kl+2*lk"])
+def test_gradients_equal_finite_differences(name, share):
+    logits, teacher = logits_and_teacher(share)
+    loss = make_loss(name)
+    assert torch.autograd.gradcheck(lambda x: loss(x, teacher, 0.7), logits.requires_grad_(True))
+
+
+@pytest.mark.parametrize("name", ["ce", "kl"])
+def test_a_draft_that_is_the_policy_is_a_stationary_point(name):
+    logits, _ = logits_and_teacher()
+    teacher = (logits / 0.7).softmax(-1)
+    make_loss(name)(logits.requires_grad_(True), teacher, 0.7).sum().backward()
+    torch.testing.assert_close(logits.grad, torch.zeros_like(logits), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["kl", "tv", "lk"])
+def test_a_draft_that_is_the_policy_has_no_loss(name):
+    logits, _ = logits_and_teacher()
+    got = make_loss(name)(logits, (logits / 0.7).softmax(-1), 0.7)
+    torch.testing.assert_close(got, torch.zeros(6, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_total_variation_over_the_full_vocabulary_is_half_the_l1_distance():
+    logits, teacher = logits_and_teacher()
+    got = LOSSES["tv"](logits, teacher, 0.7)
+    torch.testing.assert_close(got, 0.5 * ((logits / 0.7).softmax(-1) - teacher).abs().sum(-1), rtol=0, atol=1e-12)
+
+
+def test_mass_outside_the_draft_vocabulary_counts_as_rejected():
+    teacher = torch.tensor([[0.3, 0.1]], dtype=torch.float64)
+    logits = torch.log(torch.tensor([[0.75, 0.25]], dtype=torch.float64))
+    assert float(shared_mass(logits, teacher, 1.0)) == pytest.approx(0.4)
+    assert float(LOSSES["tv"](logits, teacher, 1.0)) == pytest.approx(0.6)
+    assert float(LOSSES["lk"](logits, teacher, 1.0)) == pytest.approx(-np.log(0.4))
+
+
+def test_kl_divergence_is_torchs_and_shares_the_gradient_of_cross_entropy():
+    logits, teacher = logits_and_teacher()
+    got = LOSSES["kl"](logits, teacher, 0.7)
+    expected = F.kl_div((logits / 0.7).log_softmax(-1), teacher, reduction="none").sum(-1)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    grads = []
+    for name in ("ce", "kl"):
+        leaf = logits.clone().requires_grad_(True)
+        LOSSES[name](leaf, teacher, 0.7).sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=1e-12)
+
+
+def test_the_gradient_of_log_acceptance_is_that_of_acceptance_divided_by_it():
+    logits, teacher = logits_and_teacher()
+    grads = {}
+    for name in ("tv", "lk"):
+        leaf = logits.clone().requires_grad_(True)
+        LOSSES[name](leaf, teacher, 1.0).sum().backward()
+        grads[name] = leaf.grad
+    accept_N1 = shared_mass(logits, teacher, 1.0)[:, None]
+    torch.testing.assert_close(grads["lk"], grads["tv"] / accept_N1, rtol=0, atol=1e-12)
+
+
+def test_positions_without_policy_mass_in_the_draft_vocabulary_are_constant():
+    logits, teacher = torch.randn(1, 4, requires_grad=True), torch.zeros(1, 4)
+    for loss in LOSSES.values():
+        value = loss(logits, teacher, 1.0)
+        (grad,) = torch.autograd.grad(value.sum(), logits)
+        assert bool(torch.isfinite(value).all()) and not grad.any()
+
+
+def test_a_mix_is_the_weighted_sum_of_its_terms():
+    logits, teacher = logits_and_teacher()
+    parts = {name: loss(logits, teacher, 1.0) for name, loss in LOSSES.items()}
+    torch.testing.assert_close(make_loss("ce+tv")(logits, teacher, 1.0), parts["ce"] + parts["tv"])
+    torch.testing.assert_close(make_loss("0.25*kl+3*lk")(logits, teacher, 1.0), 0.25 * parts["kl"] + 3 * parts["lk"])
+
+
+@pytest.mark.parametrize("text", ["mse", "ce+", "x*ce", ""])
+def test_unknown_losses_are_refused_with_the_known_ones(text):
+    with pytest.raises(ConfigError, match="expected a sum of ce, kl, tv, lk"):
+        make_loss(text)
 
 
 def test_deeper_steps_weigh_less():

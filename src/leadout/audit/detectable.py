@@ -20,9 +20,10 @@ def _count_shift(sums: CountSums, rho: float) -> float:
 def smallest_biases(sample: AuditSample) -> tuple[Detectable, ...]:
     """One row per kind of fault that the sample can see."""
     kinds: list[tuple[str, float, str, str]] = []
-    variance = sample.pooled_tilts().variance
-    if variance > 0.0:
-        kinds.append(("wrong temperature", DETECTABLE_Z / variance**0.5, "relative error of T", "T3"))
+    tilts = sample.pooled_tilts()
+    if tilts.variance > 0.0:
+        size = DETECTABLE_Z / tilts.variance**0.5 + sample.tilt_drift * tilts.n / tilts.variance
+        kinds.append(("wrong temperature", size, "relative error of T", "T3"))
     if sample.used:
         floor = sample.floor.pit.distance
         kinds.append(("any wrong law, by p", ks_detectable(sample.used, floor), "KS distance", "T1"))

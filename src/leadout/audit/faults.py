@@ -10,21 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from leadout.audit import fault_rules as rules
-from leadout.audit.fault_parts import (
+from leadout.audit.fault_drafters import (
     AsPointMass,
     ConfidentOnly,
-    ForgetfulPenalties,
     GreedyWithSoftQ,
-    LateFilters,
     LateStop,
     OneNoisePerPrompt,
     RandomQ,
+    UnmappedQ,
+    WrongMap,
+)
+from leadout.audit.fault_parts import (
+    ForgetfulPenalties,
+    LateFilters,
     SamplerAround,
     ShiftedKV,
     StaleKV,
-    UnmappedQ,
     UntemperedLogprobs,
-    WrongMap,
 )
 from leadout.drafters.noisy_policy import NoisyPolicyDrafter
 from leadout.errors import ConfigError

@@ -31,7 +31,7 @@ class Demands:
 
     tokens: int = 5_000
     """Tokens in all."""
-    class_tokens: int = 500
+    class_tokens: int = 300
     """Tokens of every class that holds at least `class_share` of them."""
     class_share: float = 0.02
     """Classes below this share are tested, but not demanded."""
@@ -162,8 +162,17 @@ def judge(sample: AuditSample, generator: str, precision: str, demands: Demands)
         },
         results=tuple(results),
         detectable=smallest_biases(sample),
-        unseen=unseen_kinds(sample),
+        unseen=unseen_kinds(sample) + _unjudged(results),
         shortages=short,
+    )
+
+
+def _unjudged(results: list[TestResult]) -> tuple[str, ...]:
+    """Tests that rounding drowned."""
+    return tuple(
+        f"{r.test} ({r.name}, {r.class_name}): rounding moves the statistic by {r.floor:.3f}, too much to judge it"
+        for r in results
+        if r.outcome is Outcome.COULD_NOT_JUDGE and r.tokens
     )
 
 

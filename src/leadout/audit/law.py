@@ -21,8 +21,8 @@ import torch
 from leadout.audit.tolerances import Tolerances
 from leadout.records import IntArray, SamplingParams
 
-NUM_CANDIDATES = 1024
-"""Largest scores looked at before a row falls back to a full sort."""
+NUM_CANDIDATES = (256, 1024, 8192)
+"""Largest scores looked at, in turn, before a row falls back to a full sort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,9 +54,8 @@ class Law:
         """log of the law restricted to the inner set; -inf outside it."""
         if bool(torch.isneginf(self.inner_N).all()):
             return self.log_full_NV
-        inside_NV = self.log_full_NV >= self.inner_N[:, None]
         shifted_NV = self.log_full_NV - self.log_inner_mass_N[:, None]
-        return torch.where(inside_NV, shifted_NV, -math.inf)
+        return shifted_NV.masked_fill_(self.log_full_NV < self.inner_N[:, None], -math.inf)
 
     def with_scores(self, log_full_NV: torch.Tensor) -> torch.Tensor:
         """log of another law restricted to this law's inner set and renormalised there (the rounding floor's use)."""
@@ -111,21 +110,21 @@ def make_law(log_full_NV: torch.Tensor, params: SamplingParams, tolerances: Tole
             log_inner_mass_N=zero_N,
             log_outer_mass_N=zero_N,
         )
-    inner_N, outer_N, unsure_N = _edges(log_full_NV, params, tolerances, min(NUM_CANDIDATES, vocabulary))
-    if bool(unsure_N.any()):
-        index = unsure_N.nonzero()[:, 0]
-        inner_N[index], outer_N[index], _ = _edges(log_full_NV[index], params, tolerances, vocabulary)
+    inner_N, outer_N = log_full_NV.new_empty(rows), log_full_NV.new_empty(rows)
+    index = torch.arange(rows)
+    for candidates in (*(size for size in NUM_CANDIDATES if size < vocabulary), vocabulary):
+        inner_N[index], outer_N[index], unsure_N = _edges(log_full_NV[index], params, tolerances, candidates)
+        index = index[unsure_N]
+        if index.numel() == 0:
+            break
+    p_NV = log_full_NV.exp()
     return Law(
         log_full_NV=log_full_NV,
         inner_N=inner_N,
         outer_N=outer_N,
-        log_inner_mass_N=_log_mass(log_full_NV, inner_N),
-        log_outer_mass_N=_log_mass(log_full_NV, outer_N),
+        log_inner_mass_N=(p_NV * (log_full_NV >= inner_N[:, None])).sum(-1).log(),
+        log_outer_mass_N=(p_NV * (log_full_NV >= outer_N[:, None])).sum(-1).log(),
     )
-
-
-def _log_mass(log_full_NV: torch.Tensor, edge_N: torch.Tensor) -> torch.Tensor:
-    return torch.logsumexp(torch.where(log_full_NV >= edge_N[:, None], log_full_NV, -math.inf), -1)
 
 
 def _edges(

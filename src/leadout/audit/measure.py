@@ -17,7 +17,7 @@ import torch
 from leadout.audit.floor import Floor, in_order
 from leadout.audit.law import Law
 from leadout.audit.t1_pit import id_uniform, ordered_uniform
-from leadout.audit.t2_ratio import log_ratio
+from leadout.audit.t2_ratio import LOG_ZERO, log_ratio
 from leadout.audit.t3_tilt import tilt_terms
 from leadout.audit.t4_rule import accept_probability, impossible_corrections, origin_weights
 from leadout.audit.tails import Floats
@@ -112,9 +112,10 @@ def measure_tokens(law: Law, token_N: torch.Tensor, v_N: torch.Tensor) -> TokenC
     log_full_x_N = law.log_full_NV.gather(-1, token_N[:, None])[:, 0]
     inside_N = log_full_x_N >= law.inner_N
     log_p_x_N = torch.where(inside_N, log_p_NV.gather(-1, token_N[:, None])[:, 0], 0.0)
-    weighted_NV = p_NV * torch.where(torch.isneginf(log_p_NV), 0.0, log_p_NV)
-    mean_N = weighted_NV.sum(-1, dtype=torch.float64)
-    square_N = (weighted_NV * torch.where(torch.isneginf(log_p_NV), 0.0, log_p_NV)).sum(-1, dtype=torch.float64)
+    finite_NV = log_p_NV.clamp(min=LOG_ZERO)
+    weighted_NV = p_NV * finite_NV
+    mean_N = weighted_NV.sum(-1).double()
+    square_N = torch.linalg.vecdot(weighted_NV, finite_NV).double()
     squared_NV = p_NV * p_NV
     uniform_N = ordered_uniform(log_p_NV, p_NV, token_N, v_N)
     inner_mass_N = torch.where(torch.isneginf(law.log_inner_mass_N), log_full_x_N, law.log_inner_mass_N)
@@ -123,8 +124,8 @@ def measure_tokens(law: Law, token_N: torch.Tensor, v_N: torch.Tensor) -> TokenC
         inside_N=inside_N.numpy(),
         outside_N=(log_full_x_N < law.outer_N).numpy(),
         uniform_N=torch.where(inside_N, uniform_N, torch.nan).numpy(),
-        power2_N=squared_NV.sum(-1, dtype=torch.float64).numpy(),
-        power3_N=(squared_NV * p_NV).sum(-1, dtype=torch.float64).numpy(),
+        power2_N=squared_NV.sum(-1).double().numpy(),
+        power3_N=torch.linalg.vecdot(squared_NV, p_NV).double().numpy(),
         excess_N=(mean_N - log_p_x_N.double()).numpy(),
         variance_N=(square_N - mean_N**2).clamp(min=0.0).numpy(),
         tilts_NL=tilt_terms(log_p_NV, p_NV, log_p_x_N).numpy(),
@@ -147,28 +148,14 @@ def measure_drafts(
     p_token_D = p_DV.gather(-1, token_D[:, None])[:, 0]
     inside_D = p_token_D > 0
     sure_D = (law.log_outer_mass_N - law.log_inner_mass_N) <= SURE_SUPPORT
-    nan_D = torch.full(token_D.shape, torch.nan, dtype=torch.float64)
     weight_DV = origin_weights(p_DV, q_DV, draft_D, accepted_D)
     origin_D = id_uniform(weight_DV, token_D, v_5D[1])
     mass_D = weight_DV.sum(-1)
     if q_DV is None:
-        p_draft_D = p_DV.gather(-1, draft_D[:, None])[:, 0].double()
-        usable_D = inside_D & (p_draft_D > 0)
         tested_D = ~accepted_D & inside_D & (mass_D > MIN_RESIDUAL)
-        return DraftColumns(
-            point_D=np.ones(token_D.shape[0], bool),
-            ratio_uniform_D=nan_D.numpy(),
-            hit_D=(token_D == draft_D).numpy(),
-            hit_chance_D=torch.where(usable_D, p_draft_D.clamp(max=1.0), torch.nan).numpy(),
-            accepted_D=accepted_D.numpy(),
-            accept_low_D=nan_D.numpy(),
-            accept_high_D=nan_D.numpy(),
-            origin_uniform_D=torch.where(tested_D, origin_D, torch.nan).numpy(),
-            correction_ratio_D=nan_D.numpy(),
-            rejected_draft_D=nan_D.numpy(),
-            impossible_D=(~accepted_D & (token_D == draft_D)).numpy(),
-            draft_uniform_D=nan_D.numpy(),
-        )
+        p_draft_D = p_DV.gather(-1, draft_D[:, None])[:, 0].double()
+        chance_D = torch.where(inside_D & (p_draft_D > 0), p_draft_D.clamp(max=1.0), torch.nan)
+        return _point_columns(token_D, draft_D, accepted_D, chance_D, torch.where(tested_D, origin_D, torch.nan))
     q_draft_D = q_DV.gather(-1, draft_D[:, None])[:, 0]
     low_D, _ = support_range(law, draft_D)
     _, high_D = support_range(law, draft_D)
@@ -184,7 +171,7 @@ def measure_drafts(
         point_D=np.zeros(token_D.shape[0], bool),
         ratio_uniform_D=torch.where(inside_D, ratio_D, torch.nan).numpy(),
         hit_D=(token_D == draft_D).numpy(),
-        hit_chance_D=nan_D.numpy(),
+        hit_chance_D=np.full(token_D.shape[0], np.nan),
         accepted_D=accepted_D.numpy(),
         accept_low_D=accept_probability(low_D, q_draft_D).numpy(),
         accept_high_D=accept_probability(high_D, q_draft_D).numpy(),
@@ -193,6 +180,31 @@ def measure_drafts(
         rejected_draft_D=torch.where(tested_D & ~accepted_D, rejected_D, torch.nan).numpy(),
         impossible_D=impossible_corrections(token_high_D, q_token_D, accepted_D).numpy(),
         draft_uniform_D=id_uniform(q_DV, draft_D, v_5D[2]).numpy(),
+    )
+
+
+def _point_columns(
+    token_D: torch.Tensor,
+    draft_D: torch.Tensor,
+    accepted_D: torch.Tensor,
+    chance_D: torch.Tensor,
+    correction_D: torch.Tensor,
+) -> DraftColumns:
+    """Point-mass drafts: whether they were hit, against p(draft), and the U of corrections."""
+    nan_D = np.full(token_D.shape[0], np.nan)
+    return DraftColumns(
+        point_D=np.ones(token_D.shape[0], bool),
+        ratio_uniform_D=nan_D,
+        hit_D=(token_D == draft_D).numpy(),
+        hit_chance_D=chance_D.numpy(),
+        accepted_D=accepted_D.numpy(),
+        accept_low_D=nan_D,
+        accept_high_D=nan_D,
+        origin_uniform_D=correction_D.numpy(),
+        correction_ratio_D=nan_D,
+        rejected_draft_D=nan_D,
+        impossible_D=(~accepted_D & (token_D == draft_D)).numpy(),
+        draft_uniform_D=nan_D,
     )
 
 
@@ -211,8 +223,7 @@ def measure_floor(floor: Floor, law: Law, rounded_NV: torch.Tensor) -> None:
     log_p_NV, log_r_NV = law.log_p_NV(), law.with_scores(rounded_NV)
     p_NV, r_NV = log_p_NV.exp(), log_r_NV.exp()
     floor.pit.add(*in_order(log_p_NV, p_NV, r_NV))
-    finite_NV = torch.where(torch.isneginf(log_p_NV), 0.0, log_p_NV)
-    shift_N = -((r_NV - p_NV) * finite_NV).sum(-1, dtype=torch.float64)
+    shift_N = -torch.linalg.vecdot(r_NV - p_NV, log_p_NV.clamp(min=LOG_ZERO)).double()
     usable_N = torch.isfinite(law.inner_N) | torch.isneginf(law.inner_N)
     floor.entropy.add(shift_N[usable_N].numpy())
 
@@ -225,21 +236,32 @@ def measure_draft_floor(
     accepted_D: torch.Tensor,
     q_DV: torch.Tensor | None,
 ) -> None:
-    """Add D verified drafts to the floors of T2 and T4."""
+    """Add D verified drafts to the floors of T2 and of T4's acceptances and accepted tokens."""
     log_p_DV, log_r_DV = law.log_p_NV(), law.with_scores(rounded_DV)
     p_DV, r_DV = log_p_DV.exp(), log_r_DV.exp()
     p_draft_D = p_DV.gather(-1, draft_D[:, None])[:, 0]
     r_draft_D = r_DV.gather(-1, draft_D[:, None])[:, 0]
-    exact_DV, moved_DV = (origin_weights(w_DV, q_DV, draft_D, accepted_D) for w_DV in (p_DV, r_DV))
-    corrected_D = ~accepted_D & (exact_DV.sum(-1) > MIN_RESIDUAL)
-    floor.correction.add(exact_DV[corrected_D], moved_DV[corrected_D])
     if q_DV is None:
         floor.accept.add((r_draft_D - p_draft_D).double().numpy())
         return
-    ratio_DV = log_ratio(log_p_DV, q_DV)
-    floor.ratio.add(*in_order(ratio_DV, p_DV, r_DV))
-    floor.correction_ratio.add(*in_order(ratio_DV[corrected_D], exact_DV[corrected_D], moved_DV[corrected_D]))
-    floor.accepted.add(exact_DV[accepted_D], moved_DV[accepted_D])
+    floor.ratio.add(*in_order(log_ratio(log_p_DV, q_DV), p_DV, r_DV))
+    q_A = q_DV[accepted_D]
+    floor.accepted.add(torch.minimum(p_DV[accepted_D], q_A), torch.minimum(r_DV[accepted_D], q_A))
     q_draft_D = q_DV.gather(-1, draft_D[:, None])[:, 0]
     shift_D = accept_probability(r_draft_D, q_draft_D) - accept_probability(p_draft_D, q_draft_D)
     floor.accept.add(shift_D.numpy())
+
+
+def measure_correction_floor(
+    floor: Floor, law: Law, rounded_DV: torch.Tensor, draft_D: torch.Tensor, q_DV: torch.Tensor | None
+) -> None:
+    """Add D rejected drafts to the floors of T4's corrections; all of them, since they are few and vary most."""
+    log_p_DV, log_r_DV = law.log_p_NV(), law.with_scores(rounded_DV)
+    rejected_D = torch.zeros(draft_D.shape, dtype=torch.bool)
+    exact_DV = origin_weights(log_p_DV.exp(), q_DV, draft_D, rejected_D)
+    moved_DV = origin_weights(log_r_DV.exp(), q_DV, draft_D, rejected_D)
+    tested_D = exact_DV.sum(-1) > MIN_RESIDUAL
+    floor.correction.add(exact_DV[tested_D], moved_DV[tested_D])
+    if q_DV is not None:
+        ratio_DV = log_ratio(log_p_DV, q_DV)
+        floor.correction_ratio.add(*in_order(ratio_DV[tested_D], exact_DV[tested_D], moved_DV[tested_D]))

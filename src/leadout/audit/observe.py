@@ -18,6 +18,7 @@ from leadout.audit.law import Law, log_full, make_law, penalised
 from leadout.audit.measure import (
     NUM_DRAFT_UNIFORMS,
     TokenColumns,
+    measure_correction_floor,
     measure_draft_floor,
     measure_drafts,
     measure_floor,
@@ -27,8 +28,8 @@ from leadout.audit.sample import AuditSample, Labels
 from leadout.errors import AuditError
 from leadout.records import Finish, Rollout, Source, Trace
 
-CHUNK_ELEMENTS = 1 << 22
-"""Logits looked at together: 85 positions of a 49k vocabulary."""
+CHUNK_ELEMENTS = 1 << 20
+"""Logits looked at together (21 positions of a 49k vocabulary), so that they stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -178,15 +179,15 @@ class _Chunk:
         columns = measure_drafts(law, self.token_N[row_D], draft_D, accepted_D, q_DV, v_5D)
         sample.add_drafts(columns, class_T[position_D])
         if self.rounded_NV is not None:
+            rounded_DV = self.rounded_NV[row_D]
             kept = torch.from_numpy((index_D % floor_every == 0).nonzero()[0])
-            measure_draft_floor(
-                sample.floor,
-                law.rows(kept),
-                self.rounded_NV[row_D[kept]],
-                draft_D[kept],
-                accepted_D[kept],
-                None if q_DV is None else q_DV[kept],
-            )
+            q_kept = None if q_DV is None else q_DV[kept]
+            drafted = draft_D[kept], accepted_D[kept]
+            measure_draft_floor(sample.floor, law.rows(kept), rounded_DV[kept], *drafted, q_kept)
+            rejected = (~accepted_D).nonzero()[:, 0]
+            q_rejected = None if q_DV is None else q_DV[rejected]
+            moved_DV = rounded_DV[rejected]
+            measure_correction_floor(sample.floor, law.rows(rejected), moved_DV, draft_D[rejected], q_rejected)
 
     def add_floor(self, sample: AuditSample, floor_every: int) -> None:
         """Rounding floors of T1 and T3."""

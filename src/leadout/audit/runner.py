@@ -6,7 +6,7 @@ that was started, so nothing is chosen by how it turned out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from leadout.audit.judge import Demands, judge
@@ -18,12 +18,14 @@ from leadout.errors import ConfigError
 from leadout.interfaces import Generator
 from leadout.records import Request, Rollout
 
-Score = Callable[[Rollout], Scores]
-"""Teacher-forces one rollout with the learner's model."""
+Score = Callable[[Sequence[Rollout]], Iterable[Scores]]
+"""Teacher-forces rollouts with the learner's model, in order; best lazily, since logits are large."""
 Progress = Callable[[int, int, int], None]
 """Called with (rollouts done, rollouts in all, tokens so far)."""
 
-FLOOR_TOKENS = 2000
+SCORED_TOGETHER = 16
+"""Rollouts handed to `score` at once: its forward pass is cheaper for several, and siblings share their prompt."""
+FLOOR_TOKENS = 4000
 """About as many tokens measure the rounding floors that need sorting."""
 
 
@@ -56,18 +58,31 @@ def run_audit(
     if len(pending) != len(requests):
         raise ConfigError("expected every rollout id once, got some twice: their numbers would be the same")
     generator.submit([replace(request, params=params) for request in requests])
+    held: list[Rollout] = []
     while pending:
         finished = generator.collect()
         if not finished:
             sample.unfinished += len(pending)
             break
-        for rollout in finished:
-            if rollout.request_id not in pending:
-                sample.bookkeeping.append(f"rollout {rollout.request_id} was not asked for, or came twice")
-                continue
-            pending.remove(rollout.request_id)
-            if rollout.length:
-                add_rollout(sample, rollout, score(rollout), version=version, seed=seed, floor_every=floor_every)
-            if progress is not None:
-                progress(len(requests) - len(pending), len(requests), sample.tokens)
+        wanted = [rollout for rollout in finished if rollout.request_id in pending]
+        if len(wanted) < len(finished):
+            sample.bookkeeping.append("a rollout that was not asked for, or came twice")
+        pending -= {rollout.request_id for rollout in wanted}
+        held += [rollout for rollout in wanted if rollout.length]
+        if len(held) >= SCORED_TOGETHER:
+            _add(sample, held, score, version, seed, floor_every)
+            held = []
+        if progress is not None:
+            progress(len(requests) - len(pending), len(requests), sample.tokens + sum(r.length for r in held))
+    _add(sample, held, score, version, seed, floor_every)
     return judge(sample, name, precision, demands or Demands())
+
+
+def _add(
+    sample: AuditSample, rollouts: Sequence[Rollout], score: Score, version: int | None, seed: int, floor_every: int
+) -> None:
+    """Teacher-force some rollouts and add them."""
+    for rollout, scores in zip(rollouts, score(rollouts), strict=True):
+        if sample.has_floor and scores.rounded_TV is None:
+            raise ConfigError("expected two passes of the learner (fp32 and bf16) for a bf16 engine, got one")
+        add_rollout(sample, rollout, scores, version=version, seed=seed, floor_every=floor_every)

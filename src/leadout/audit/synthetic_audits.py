@@ -18,6 +18,7 @@ from leadout.audit.measure import (
     NUM_DRAFT_UNIFORMS,
     DraftColumns,
     TokenColumns,
+    measure_correction_floor,
     measure_draft_floor,
     measure_drafts,
     measure_floor,
@@ -95,12 +96,11 @@ def _floor(setup: Setup, found: _Measured, made: Made) -> Floor:
     floor.square.add((_at(found.rounded_NV, made.token_N) - _at(found.law.log_full_NV, made.token_N)) ** 2)
     index_D = found.draft_index_D[:FLOOR_POSITIONS]
     if index_D.size:
-        measure_draft_floor(
-            floor,
-            found.law.rows(torch.from_numpy(index_D)),
-            found.rounded_NV[index_D],
-            torch.from_numpy(made.draft_N[index_D]),
-            torch.from_numpy(made.accepted_N[index_D]),
-            None if setup.point_drafts else torch.from_numpy(made.q_NV[index_D]),
-        )
+        draft_D, accepted_D = torch.from_numpy(made.draft_N[index_D]), torch.from_numpy(made.accepted_N[index_D])
+        q_DV = None if setup.point_drafts else torch.from_numpy(made.q_NV[index_D])
+        law, moved_DV = found.law.rows(torch.from_numpy(index_D)), found.rounded_NV[index_D]
+        measure_draft_floor(floor, law, moved_DV, draft_D, accepted_D, q_DV)
+        rejected = (~accepted_D).nonzero()[:, 0]
+        q_rejected = None if q_DV is None else q_DV[rejected]
+        measure_correction_floor(floor, law.rows(rejected), moved_DV[rejected], draft_D[rejected], q_rejected)
     return floor

@@ -27,11 +27,11 @@ def ordered_uniform(key_NV: torch.Tensor, p_NV: torch.Tensor, token_N: torch.Ten
     """
     token_N1 = token_N[:, None]
     key_x_N1 = key_NV.gather(-1, token_N1)
-    before_N = torch.where(key_NV > key_x_N1, p_NV, 0.0).sum(-1, dtype=torch.float64)
+    before_N = (p_NV * (key_NV > key_x_N1)).sum(-1).double()
     tied_NV = key_NV == key_x_N1
-    if int(tied_NV.sum()) > key_NV.shape[0]:
+    if int(torch.count_nonzero(tied_NV)) > key_NV.shape[0]:
         lower_NV = torch.arange(key_NV.shape[-1]) < token_N1
-        before_N = before_N + torch.where(tied_NV & lower_NV, p_NV, 0.0).sum(-1, dtype=torch.float64)
+        before_N = before_N + (p_NV * (tied_NV & lower_NV)).sum(-1).double()
     p_x_N = p_NV.gather(-1, token_N1)[:, 0].double()
     return (before_N + v_N * p_x_N).clamp(0.0, 1.0)
 
@@ -39,9 +39,9 @@ def ordered_uniform(key_NV: torch.Tensor, p_NV: torch.Tensor, token_N: torch.Ten
 def id_uniform(weight_NV: torch.Tensor, token_N: torch.Tensor, v_N: torch.Tensor) -> torch.Tensor:
     """U in [0, 1], f64[N], with tokens ordered by id; rows of `weight_NV` need not sum to 1."""
     lower_NV = torch.arange(weight_NV.shape[-1]) < token_N[:, None]
-    before_N = torch.where(lower_NV, weight_NV, 0.0).sum(-1, dtype=torch.float64)
+    before_N = (weight_NV * lower_NV).sum(-1).double()
     own_N = weight_NV.gather(-1, token_N[:, None])[:, 0].double()
-    return ((before_N + v_N * own_N) / weight_NV.sum(-1, dtype=torch.float64)).clamp(0.0, 1.0)
+    return ((before_N + v_N * own_N) / weight_NV.sum(-1).double()).clamp(0.0, 1.0)
 
 
 def findings(sample: AuditSample) -> list[Finding]:

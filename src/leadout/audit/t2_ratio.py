@@ -19,15 +19,17 @@ from leadout.audit.classes import class_name
 from leadout.audit.findings import Finding, ks_finding, share_effect
 from leadout.audit.tails import bet_log_e, p_from_log_e
 
+LOG_ZERO = -1e4
+"""Stands for log 0 where a product with p = 0 must stay 0."""
+
 if TYPE_CHECKING:
     from leadout.audit.sample import AuditSample
     from leadout.audit.sums import CountSums
 
 
 def log_ratio(log_p_NV: torch.Tensor, q_NV: torch.Tensor) -> torch.Tensor:
-    """log p - log q; +inf where only q is 0, -inf where p is 0."""
-    ratio_NV = log_p_NV - q_NV.log()
-    return torch.where(torch.isneginf(log_p_NV), log_p_NV, ratio_NV)
+    """log p - log q; +inf where q is 0. Tokens with p = 0 hold any place, since they hold no mass."""
+    return log_p_NV.clamp(min=LOG_ZERO) - q_NV.log()
 
 
 def count_finding(

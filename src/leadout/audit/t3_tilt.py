@@ -36,14 +36,15 @@ MIXTURE_SHARES: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 def tilt_terms(log_p_NV: torch.Tensor, p_NV: torch.Tensor, log_p_x_N: torch.Tensor) -> torch.Tensor:
     """log growth of each tilt's likelihood ratio, f64[N, L], from two exponentials a row."""
-    finite_NV = torch.where(torch.isneginf(log_p_NV), 0.0, log_p_NV)
+    # Clamped near the smallest probability of the format: beyond it p itself is 0.
+    finite_NV = log_p_NV.clamp(min=-100.0)
     columns = []
     for sign in (1, -1):
         weight_NV = torch.exp(-sign * _STEP * finite_NV)
         for power in range(4):
             tilt = sign * _STEP * 2**power
-            columns.append(-tilt * log_p_x_N.double() - (p_NV * weight_NV).sum(-1, dtype=torch.float64).log())
-            weight_NV = weight_NV * weight_NV
+            columns.append(-tilt * log_p_x_N.double() - torch.linalg.vecdot(p_NV, weight_NV).double().log())
+            weight_NV.mul_(weight_NV)
     return torch.stack(columns, -1)
 
 

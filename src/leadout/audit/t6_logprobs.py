@@ -26,8 +26,6 @@ MEAN_MAX = 0.01
 LARGE_ERROR = 0.5
 """bf16: at most `LARGE_SHARE` of the errors may be larger, in nats."""
 LARGE_SHARE = 1e-3
-MIN_TOKENS = 500
-"""bf16 bounds on rms and mean mean little below this."""
 
 
 def _bound_finding(name: str, n: int, statistic: float, bound: float, effect: Effect, floor: float) -> Finding:

@@ -8,6 +8,7 @@ Axes: T tokens of a rollout, S prompt and completion, H hidden size, V vocabular
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,18 @@ from leadout.records import Rollout
 class TeacherForced:
     """A `Score` from a causal language model of transformers.
 
-    Example: ``TeacherForced(model_fp32, model_bf16)`` for a bf16 engine, ``TeacherForced(model_fp64)`` for a float64 one.
+    Example: ``TeacherForced(fp32_model, bf16_model)`` for a bf16 engine, ``TeacherForced(fp64_model)`` in float64.
     """
 
     def __init__(self, exact: Any, rounded: Any | None = None) -> None:
         """`exact` in fp32 (or fp64) and, for a bf16 generator, the same model in bf16; both in evaluation mode."""
         self._models = [_Headed(exact)] if rounded is None else [_Headed(exact), _Headed(rounded)]
 
-    def __call__(self, rollout: Rollout) -> Scores:
-        """Logits of one rollout."""
-        passes = [model.logits(rollout) for model in self._models]
-        return Scores(exact_TV=passes[0], rounded_TV=passes[1] if len(passes) > 1 else None)
+    def __call__(self, rollouts: Sequence[Rollout]) -> Iterator[Scores]:
+        """Logits of each rollout, one at a time."""
+        for rollout in rollouts:
+            passes = [model.logits(rollout) for model in self._models]
+            yield Scores(exact_TV=passes[0], rounded_TV=passes[1] if len(passes) > 1 else None)
 
 
 class _Headed:

@@ -42,19 +42,28 @@ class TrainingAuditor:
     Example: ``TrainingAuditor(params, precision="bfloat16", share=0.05)`` looks at one rollout in twenty.
     """
 
-    def __init__(self, params: SamplingParams, *, precision: Precision, share: float, seed: int = 0) -> None:
-        """`params` of the rollouts, `precision` of the generator, `share` of the rollouts that are looked at."""
+    def __init__(
+        self, params: SamplingParams, *, precision: Precision, share: float, every: int = 1, seed: int = 0
+    ) -> None:
+        """`params` of the rollouts, `precision` of the generator; `share` of the rollouts of every n-th step are seen.
+
+        Choose the share as wanted tokens / expected tokens of a step: a cut by what has been seen so far would select.
+        """
         self._params = params
         self._precision: Precision = precision
         self._share = share
+        self._every = every
+        self._step = 0
         self._seed = seed
         self._tilts: Floats = np.zeros(len(TILTS))
         self._tokens = 0
         self._sample = self._new_sample()
 
     def select(self, rollout: Rollout) -> bool:
-        """Whether this rollout is in the sample: a hash of its id, nothing it contains."""
-        return is_selected(rollout.request_id.draw, rollout.request_id.sibling, self._seed, self._share)
+        """Whether this rollout is in the sample: a hash of its id in audited steps, nothing it contains."""
+        return self._step % self._every == 0 and is_selected(
+            rollout.request_id.draw, rollout.request_id.sibling, self._seed, self._share
+        )
 
     def observe(self, rollout: Rollout, logits_TV: torch.Tensor) -> None:
         """Take the learner's logits (before temperature) at the positions that produced the rollout's tokens."""
@@ -73,6 +82,7 @@ class TrainingAuditor:
 
     def finish_step(self) -> Mapping[str, float]:
         """audit/* metrics of the step; raises AuditError when the e-value reaches its limit or a record is broken."""
+        self._step += 1
         sample, self._sample = self._sample, self._new_sample()
         sums = sample.pooled_tilts()
         self._tilts = self._tilts + sums.tilts
@@ -120,14 +130,15 @@ class TrainingAuditor:
 
     def state_dict(self) -> dict[str, object]:
         """What the e-value needs to go on after a resume."""
-        return {"tilts": self._tilts.tolist(), "tokens": self._tokens}
+        return {"tilts": self._tilts.tolist(), "tokens": self._tokens, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore it."""
         self._tilts = np.asarray(state["tilts"], np.float64)
-        tokens = state["tokens"]
-        assert isinstance(tokens, int) and self._tilts.shape == (len(TILTS),), "state of another auditor"
-        self._tokens = tokens
+        tokens, step = state["tokens"], state["step"]
+        assert isinstance(tokens, int) and isinstance(step, int), "state of another auditor"
+        assert self._tilts.shape == (len(TILTS),), "state of another auditor"
+        self._tokens, self._step = tokens, step
 
 
 def is_selected(draw: int, sibling: int, seed: int, share: float) -> bool:

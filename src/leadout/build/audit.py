@@ -46,7 +46,9 @@ from leadout.rollout.engine import NativeGenerator
 from leadout.rollout.parts import EngineParts
 from leadout.text import TextCodec
 
-Method = Literal["noisy_policy", "eagle3", "ngram", "none"]
+Method = Literal[
+    "noisy_policy", "eagle3", "ngram", "history", "small_model", "history+eagle3", "history+small_model", "none"
+]
 _SLOTS = 64
 _PACK = 8
 
@@ -125,7 +127,7 @@ def _generator(
         max_len=decoder.max_len,
         device=decoder.device,
         dtype=DTYPES[options.dtype],
-        drafter=_drafter(options, decoder, weights, new_kv),
+        drafter=_drafter(options, decoder, codec, weights, new_kv),
         draft_length=FixedLength(0 if options.method == "none" else options.num_drafts),
         stop_watch=codec.stop_watch,
     )
@@ -138,25 +140,30 @@ def _generator(
 def _drafter(
     options: AuditOptions,
     decoder: FusedDecoder,
+    codec: TextCodec,
     weights: dict[str, torch.Tensor],
     new_kv: Callable[[], KVSlots],
 ) -> Drafter | None:
-    match options.method:
-        case "none":
-            return None
-        case "noisy_policy":
-            return NoisyPolicyDrafter(
-                decoder, new_kv(), vocab_size=decoder.spec.vocab_size, hidden_size=decoder.spec.hidden_size
-            )
-        case "ngram":
-            return make_drafter(SpeculativeConfig(method="ngram"), decoder, None, num_slots=_SLOTS)
-        case "eagle3":
-            if options.draft is None:
-                raise ConfigError(
-                    "--method eagle3 needs --draft, the folder of a draft head; runs leave one in RUN/draft_start"
-                )
-            head = load_head(options.draft, weights)
-            return make_drafter(SpeculativeConfig(method="eagle3"), decoder, head, num_slots=_SLOTS)
+    if options.method == "none":
+        return None
+    if options.method == "noisy_policy":
+        return NoisyPolicyDrafter(
+            decoder, new_kv(), vocab_size=decoder.spec.vocab_size, hidden_size=decoder.spec.hidden_size
+        )
+    drafts_itself = options.method in ("ngram", "history")
+    if options.draft is None and not drafts_itself:
+        raise ConfigError(
+            f"--method {options.method} needs --draft, the folder of a draft head or small model; "
+            "runs leave a head in RUN/draft_start"
+        )
+    speculation = SpeculativeConfig(
+        method=options.method, model=options.draft, num_speculative_tokens=options.num_drafts
+    )
+    head = None
+    if speculation.draft_model == "eagle3":
+        assert options.draft is not None
+        head = load_head(options.draft, weights)
+    return make_drafter(speculation, decoder, head, codec, num_slots=_SLOTS)
 
 
 def _refuse_update(update: WeightUpdate) -> RefitReport:

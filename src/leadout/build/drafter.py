@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,8 +10,12 @@ import numpy as np
 import torch
 
 from leadout.config import Draft, SpeculativeConfig
+from leadout.draft_length.source_choice import SourceChoice
+from leadout.drafters.combined import CombinedDrafter
 from leadout.drafters.eagle3 import Eagle3Drafter
+from leadout.drafters.history import HistoryDrafter
 from leadout.drafters.ngram import NgramDrafter
+from leadout.drafters.small_model import SmallModelDrafter
 from leadout.errors import ConfigError, ModelError
 from leadout.interfaces import Drafter
 from leadout.models.decoder import FusedDecoder
@@ -18,7 +23,13 @@ from leadout.models.draft_vocabulary import rank_vocabulary
 from leadout.models.eagle3 import Eagle3Head, initial_head
 from leadout.models.eagle3_io import read_eagle3
 from leadout.models.eagle3_spec import Eagle3Spec
+from leadout.models.loading import iter_weights, read_config, resolve
+from leadout.models.spec import DecoderSpec
 from leadout.records import Prompt
+from leadout.text import TextCodec
+
+MAX_DRAFTS = 16
+"""Largest draft length that the configuration allows."""
 
 
 def draft_shapes(head: Eagle3Head) -> dict[str, tuple[int, ...]]:
@@ -53,7 +64,7 @@ def new_head(
     spec, size = decoder.spec, draft.vocab_size or decoder.spec.vocab_size
     if size > spec.vocab_size:
         raise ConfigError(f"draft.vocab_size must be at most the policy's {spec.vocab_size}, got {size}")
-    layers = draft.layer_ids or (2, spec.num_layers // 2, spec.num_layers - 3)
+    layers = draft.layer_ids or default_layers(spec.num_layers)
     if not all(0 <= layer <= spec.num_layers for layer in layers):
         raise ConfigError(
             f"draft.layer_ids must lie in 0..{spec.num_layers} (the state entering each layer), got {list(layers)}"
@@ -80,8 +91,20 @@ def new_head(
     return initial_head(shape, policy, torch.Generator().manual_seed(seed), token_ids_V=ids, init=draft.init)
 
 
+def default_layers(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's early, middle and late layer; spread evenly over a policy too shallow for them to differ."""
+    if num_layers >= 7:
+        return 2, num_layers // 2, num_layers - 3
+    return 0, num_layers // 2, num_layers
+
+
 def make_drafter(
-    speculation: SpeculativeConfig, decoder: FusedDecoder, head: Eagle3Head | None, *, num_slots: int
+    speculation: SpeculativeConfig,
+    decoder: FusedDecoder,
+    head: Eagle3Head | None,
+    codec: TextCodec,
+    *,
+    num_slots: int,
 ) -> Drafter:
     """The drafter of a generator; it holds its own copy of the head."""
     if speculation.method == "ngram":
@@ -92,7 +115,31 @@ def make_drafter(
             max_ngram=speculation.prompt_lookup_max,
             device=decoder.device,
         )
-    assert head is not None, "eagle3 needs a head"
+    model: Drafter | None = None
+    if speculation.draft_model == "eagle3":
+        assert head is not None, "eagle3 needs a head"
+        model = _eagle3(speculation, decoder, head, num_slots)
+    elif speculation.draft_model == "small_model":
+        model = _small_model(speculation, decoder, codec, num_slots)
+    if not speculation.looks_back:
+        assert model is not None, "every method has a drafter"
+        return model
+    history = HistoryDrafter(
+        num_slots=num_slots,
+        max_len=decoder.max_len,
+        device=decoder.device,
+        min_match=speculation.prompt_lookup_min,
+        max_tokens=speculation.leadout.history_tokens,
+        max_rollouts=speculation.leadout.history_rollouts,
+    )
+    if model is None:
+        return history
+    own_clock = speculation.num_speculative_tokens == "auto" and speculation.leadout.cost_profile is None
+    choice = SourceChoice(MAX_DRAFTS, time.perf_counter if own_clock else None)
+    return CombinedDrafter(history, model, choice, device=decoder.device)
+
+
+def _eagle3(speculation: SpeculativeConfig, decoder: FusedDecoder, head: Eagle3Head, num_slots: int) -> Eagle3Drafter:
     copy = Eagle3Head(head.spec, own_embeddings=head.has_embeddings)
     copy.load_state_dict(head.state_dict())
     return Eagle3Drafter(
@@ -102,6 +149,31 @@ def make_drafter(
         max_len=decoder.max_len,
         dtype=decoder.dtype,
         device=decoder.device,
+        greedy=speculation.draft_sample_method == "greedy",
+        temperature=speculation.leadout.draft_temperature,
+    )
+
+
+def _small_model(
+    speculation: SpeculativeConfig, decoder: FusedDecoder, codec: TextCodec, num_slots: int
+) -> SmallModelDrafter:
+    """A small model in the policy's type and place. Raises ModelError for another tokenizer than the policy's."""
+    assert speculation.model is not None, "the section checks it"
+    path = resolve(speculation.model)
+    spec = DecoderSpec.from_config(read_config(path))
+    difference = codec.difference(TextCodec.from_pretrained(path))
+    if difference is not None:
+        raise ModelError(
+            f"speculative_config.model: expected a model with the policy's tokenizer, got {path} whose tokenizer "
+            f"differs ({difference}); draft ids would mean other tokens"
+        )
+    longest = min(decoder.max_len, spec.max_position_embeddings, spec.sliding_window or decoder.max_len)
+    small = FusedDecoder(spec, dtype=decoder.dtype, device=decoder.device, max_len=longest)
+    small.load(dict(iter_weights(path)))
+    return SmallModelDrafter(
+        small,
+        num_slots=num_slots,
+        policy_vocab_size=decoder.spec.vocab_size,
         greedy=speculation.draft_sample_method == "greedy",
         temperature=speculation.leadout.draft_temperature,
     )

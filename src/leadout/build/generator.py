@@ -11,6 +11,8 @@ from leadout.build.drafter import draft_shapes, make_drafter
 from leadout.config import RolloutSection, SpeculativeConfig
 from leadout.draft_length.controller import DraftLength, FixedLength, GoodputLength
 from leadout.draft_length.costs import CostProfile
+from leadout.drafters.combined import CombinedDrafter
+from leadout.drafters.history import HistoryDrafter
 from leadout.errors import CapacityError, ConfigError
 from leadout.interfaces import Drafter
 from leadout.models.decoder import FusedDecoder
@@ -94,7 +96,7 @@ def make_generator(
     speculation = section.speculative_config
     drafter = None
     if speculation is not None:
-        drafter = make_drafter(speculation, decoder, head, num_slots=slots)
+        drafter = make_drafter(speculation, decoder, head, codec, num_slots=slots)
     return NativeGenerator(
         EngineParts(
             decoder=decoder,
@@ -104,6 +106,7 @@ def make_generator(
             device=decoder.device,
             dtype=decoder.dtype,
             drafter=drafter,
+            history=drafter if isinstance(drafter, HistoryDrafter | CombinedDrafter) else None,
             draft_length=make_draft_length(speculation),
             stop_watch=codec.stop_watch,
         ),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from leadout.audit.training import TrainingAuditor
 from leadout.build.generator import DTYPES
 from leadout.config import RunConfig
 from leadout.logprob.policy_forward import ForwardSettings, PackedForward
@@ -25,8 +26,28 @@ def load_trainable(path: Path, dtype: str, device: torch.device) -> Any:
     return load_policy(path, torch.float64 if dtype == "float64" else torch.float32).to(device)
 
 
+def make_auditor(config: RunConfig, params: SamplingParams) -> TrainingAuditor | None:
+    """The run's auditor; None where it is off. The share of rollouts is fixed before the first is drawn."""
+    if not config.audit.every:
+        return None
+    rollout = config.rollout
+    longest = rollout.num_prompts * rollout.num_generations * rollout.max_completion_length
+    return TrainingAuditor(
+        params,
+        precision=rollout.dtype,
+        share=min(1.0, config.audit.tokens / longest),
+        every=config.audit.every,
+        seed=config.seed,
+    )
+
+
 def make_learner(
-    config: RunConfig, model: Any, path: Path, params: SamplingParams, head: Eagle3Head | None
+    config: RunConfig,
+    model: Any,
+    path: Path,
+    params: SamplingParams,
+    head: Eagle3Head | None,
+    auditor: TrainingAuditor | None,
 ) -> LocalLearner:
     """The learner of a run; `head` is trained along where the recipe says so."""
     if config.train.gradient_checkpointing:
@@ -50,6 +71,7 @@ def make_learner(
         _settings(config, params),
         drafter=drafter,
         reference=reference,
+        auditor=auditor,
     )
 
 
@@ -101,6 +123,7 @@ def _settings(config: RunConfig, params: SamplingParams) -> LearnerSettings:
 def _draft_settings(config: RunConfig) -> DraftSettings:
     draft = config.draft
     return DraftSettings(
+        loss_fn=draft.loss_fn,
         steps=draft.ttt_steps,
         decay=draft.ttt_decay,
         learning_rate=draft.learning_rate,

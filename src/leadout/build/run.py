@@ -14,11 +14,12 @@ from rich.console import Console
 from leadout.build.data import EVALUATION_SEED, LoadedData, load_data, make_scorer, sampling_params
 from leadout.build.drafter import load_head, new_head, spread_prompts
 from leadout.build.generator import make_decoder, make_device, make_draft_length, make_generator
-from leadout.build.learner import load_trainable, make_learner
+from leadout.build.learner import load_trainable, make_auditor, make_learner
 from leadout.clock import Clock
 from leadout.config import RunConfig
 from leadout.data.order import ShuffledPrompts
 from leadout.draft_length.controller import FixedLength
+from leadout.interfaces import Stateful
 from leadout.metrics import read_rows
 from leadout.models.decoder import FusedDecoder
 from leadout.models.eagle3 import Eagle3Head
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 _RANKED_PROMPTS = 64
 _CLOSING_DRAFTS = 3
+_DRAFT_START = "draft_start"
+"""The head a run started from, in its folder: a resume does not make it anew."""
 
 
 def train(config: RunConfig, *, resume: Path | None = None, console: Console | None = None) -> Path:
@@ -54,7 +57,7 @@ def train(config: RunConfig, *, resume: Path | None = None, console: Console | N
     console = console or make_console()
     parts = build_run(config, resume=resume, console=console)
     last = parts.run.train()
-    if last is not None:
+    if last is not None or not parts.run.folder.closing.exists():
         finish_run(config, parts, last, console)
     return parts.run.folder.path
 
@@ -133,11 +136,12 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
         head=head,
         learns_draft=config.trains_drafter,
     )
-    learner = make_learner(config, model, inputs.path, inputs.params, head)
+    auditor = make_auditor(config, inputs.params)
+    learner = make_learner(config, model, inputs.path, inputs.params, head, auditor)
     if folder is None:
         folder = RunFolder.create(config.output_dir / (config.name or "run"), dump(config))
         if head is not None:
-            write_eagle3(head, folder.path / "draft_start")
+            write_eagle3(head, folder.path / _DRAFT_START)
     progress = Progress(console, config.pipeline.max_steps)
     pipeline = SynchronousPipeline(
         source=ShuffledPrompts(inputs.data.prompts.prompts, seed=config.seed, shuffle=config.data.shuffle),
@@ -150,7 +154,11 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
         clock=Clock(on_enter=progress.enter_stage),
         draws=DrawCounter(),
     )
-    return RunParts(run=_make_run(config, inputs, folder, pipeline, progress, generator), generator=generator)
+    stateful: dict[str, Stateful] = {"generator": generator}
+    if auditor is not None:
+        stateful["auditor"] = auditor
+    run = _make_run(config, inputs, folder, pipeline, progress, generator, stateful)
+    return RunParts(run=run, generator=generator)
 
 
 def _make_run(
@@ -160,6 +168,7 @@ def _make_run(
     pipeline: SynchronousPipeline,
     progress: Progress,
     generator: NativeGenerator,
+    stateful: Mapping[str, Stateful],
 ) -> Run:
     return Run(
         folder=folder,
@@ -172,17 +181,17 @@ def _make_run(
         evaluate_every=config.eval.every or 1,
         save_rollouts=config.log.rollouts,
         log_to=config.log.to,
-        stateful={"generator": generator},
+        stateful=stateful,
     )
 
 
-def finish_run(config: RunConfig, parts: RunParts, last: FinishedStep, console: Console) -> None:
-    """The closing table and the report."""
+def finish_run(config: RunConfig, parts: RunParts, last: FinishedStep | None, console: Console) -> None:
+    """The closing table and the report; without a last step (a run killed at its very end) only stages are shown."""
     folder, generator = parts.run.folder, parts.generator
     variants = {"plain": generator.variant(FixedLength(0), drafts=False)}
     speculation, own = config.rollout.speculative_config, "auto"
     cases: tuple[Case, ...] = CASES
-    if config.log.benchmark and speculation is not None:
+    if config.log.benchmark and speculation is not None and last is not None:
         generator.refit(parts.run.pipeline.learner.publish())
         automatic = speculation.model_copy(update={"num_speculative_tokens": "auto"})
         variants = {
@@ -197,7 +206,11 @@ def finish_run(config: RunConfig, parts: RunParts, last: FinishedStep, console: 
             variants[own] = generator
             cases = (Case(name=f"full batch, {own}", variant=own, rows=None, pairs=3), *CASES)
     closing = close_run(
-        variants=variants, requests=last.requests, rows=read_rows(folder.metrics), run_variant=own, cases=cases
+        variants=variants,
+        requests=() if last is None else last.requests,
+        rows=read_rows(folder.metrics),
+        run_variant=own,
+        cases=cases,
     )
     print_closing(console, closing)
     write_json(folder.closing, closing.to_json())
@@ -213,12 +226,12 @@ def _make_head(
 ) -> Eagle3Head | None:
     """The EAGLE-3 head a run starts from: the recipe's, the one an earlier start made, or a new one."""
     speculation = config.rollout.speculative_config
-    if speculation is None or speculation.method != "eagle3":
+    if speculation is None or speculation.draft_model != "eagle3":
         return None
     if speculation.model is not None:
         return load_head(speculation.model, weights)
-    if folder is not None:
-        return load_head(folder.path / "draft_start", weights)
+    if folder is not None and (folder.path / _DRAFT_START / "config.json").is_file():
+        return load_head(folder.path / _DRAFT_START, weights)
     return new_head(
         config.draft,
         decoder,

@@ -14,7 +14,9 @@ from leadout.records import SamplingParams
 if TYPE_CHECKING:
     from leadout.build.audit import AuditOptions
 
-_Method = Literal["noisy_policy", "eagle3", "ngram", "none"]
+_Method = Literal[
+    "noisy_policy", "eagle3", "ngram", "history", "small_model", "history+eagle3", "history+small_model", "none"
+]
 
 
 def audit(

@@ -10,10 +10,12 @@ import typer.main
 
 import leadout
 from leadout.cli.audit import audit
+from leadout.cli.draft import draft
 from leadout.cli.evaluate import evaluate
 from leadout.cli.failures import run_guarded
 from leadout.cli.models import models
 from leadout.cli.report import report
+from leadout.cli.simulate import plan, simulate
 from leadout.cli.train import train
 
 _HELP = """Train language models with reinforcement learning (GRPO); rollouts by lossless speculative decoding.
@@ -29,6 +31,9 @@ app.command(rich_help_panel="Train")(train)
 app.command(rich_help_panel="Trust")(audit)
 app.command(name="eval", rich_help_panel="Look")(evaluate)
 app.command(rich_help_panel="Look")(report)
+app.command(rich_help_panel="Plan")(simulate)
+app.command(rich_help_panel="Plan")(plan)
+app.add_typer(draft, rich_help_panel="Models")
 app.add_typer(models, rich_help_panel="Models")
 
 

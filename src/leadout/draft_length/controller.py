@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from leadout.draft_length.acceptance import AcceptanceStats
 from leadout.draft_length.costs import CostProfile
+from leadout.draft_length.goodput import best_draft_length
 
 _HYSTERESIS = 1.03
 _PROBE_AFTER = 60
@@ -108,19 +109,27 @@ class GoodputLength:
             self._rounds_off = 0
             self._most_rows = 0
             return min(3, self._max_length)
-        goodput_K = self.forecast(rows, backlog=backlog, remaining=remaining)
-        best = int(goodput_K.argmax())
+        tokens_K = self.acceptance.expected_committed()
+        seconds_K = self._round_seconds(rows, tokens_K, backlog, remaining)
+        best = int(best_draft_length(tokens_K, seconds_K[:, None])[0])
+        goodput_K = tokens_K / seconds_K
         if goodput_K[best] > _HYSTERESIS * goodput_K[self._current]:
             self._current = best
         return self._current
 
     def forecast(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> npt.NDArray[np.float64]:
         """f64[K+1]: tokens per second for k = 0..K at this load, catching up spread over the rounds that remain."""
-        committed_K = self.acceptance.expected_committed()
+        tokens_K = self.acceptance.expected_committed()
+        return np.asarray(rows * tokens_K / self._round_seconds(rows, tokens_K, backlog, remaining))
+
+    def _round_seconds(
+        self, rows: int, tokens_K: npt.NDArray[np.float64], backlog: int, remaining: float
+    ) -> npt.NDArray[np.float64]:
+        """f64[K+1]: forecast seconds of a round, its share of the catching up included."""
         seconds_K = np.array([self.costs.round_seconds(rows, k) for k in range(self._max_length + 1)])
-        rounds_K = np.maximum(remaining / committed_K, 1.0)
+        rounds_K = np.maximum(remaining / tokens_K, 1.0)
         seconds_K[1:] += self.costs.catch_up_seconds(backlog) / rounds_K[1:]
-        return np.asarray(rows * committed_K / seconds_K)
+        return seconds_K
 
     def _probe_is_due(self, rows: int) -> bool:
         if self._current:

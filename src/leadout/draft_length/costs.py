@@ -8,6 +8,7 @@ keeps the last slope.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -79,6 +80,12 @@ class CostProfile:
             ) from None
         if any(curve.is_empty for curve in curves):
             raise ConfigError(f"cost_profile: {path} has no points under forward or draft")
+        for count, seconds in [point for curve in curves for point in curve.points().items()]:
+            if count < 1 or not 0.0 < seconds < math.inf:
+                raise ConfigError(
+                    f"cost_profile: expected positive counts and positive, finite seconds in {path}, "
+                    f"got {count}: {seconds}"
+                )
         return cls(*curves, frozen=True)
 
     @property

@@ -28,7 +28,7 @@ from leadout.records import Request, SamplingParams
 _GROW = 16
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Prompt:
     """Entries of a prompt that several rows share and none has run yet."""
 

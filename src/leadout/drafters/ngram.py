@@ -1,10 +1,10 @@
 """Prompt lookup: propose what followed the same last few tokens earlier in the row's own prompt and output.
 
 A point-mass drafter on the host, no model and no taps: the longest suffix of `max_ngram`..`min_ngram` tokens that
-occurred before decides, its most recent occurrence with
-enough tokens after it wins. Rows without a match draft nothing.
+occurred before decides, its most recent occurrence with enough tokens after it wins. Rows without a match draft
+nothing.
 
-Axes: B rows, K drafts, N new tokens, T tokens of a row so far.
+Axes: B rows, K drafts, T tokens of a row so far.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from leadout.drafters.row_text import RowText
 from leadout.errors import ConfigError
 from leadout.interfaces import Draft, Noise
 from leadout.records import Request
@@ -29,8 +30,7 @@ class NgramDrafter:
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
         self._device = device
-        self._tokens_ST = np.zeros((num_slots, max_len + 1), np.int64)
-        self._lengths_S = np.zeros(num_slots, np.int64)
+        self._text = RowText(num_slots, max_len)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -45,12 +45,7 @@ class NgramDrafter:
     def admit(self, slots: Sequence[int], requests: Sequence[Request], prompt_taps_PF: torch.Tensor | None) -> None:
         """Store prompt and given tokens."""
         for slot, request in zip(slots, requests, strict=True):
-            context = [request.prompt.token_ids]
-            if request.given is not None:
-                context.append(request.given.token_ids)
-            tokens = np.concatenate(context)
-            self._tokens_ST[slot, : tokens.size] = tokens
-            self._lengths_S[slot] = tokens.size
+            self._text.open(slot, request)
 
     def propose(self, slots: Sequence[int], lengths_B: npt.NDArray[np.int64], noise: Noise) -> Draft:
         """Look every row up."""
@@ -58,7 +53,7 @@ class NgramDrafter:
         tokens_BK = np.zeros((len(slots), width), np.int64)
         counts_B = np.zeros(len(slots), np.int64)
         for index, (slot, limit) in enumerate(zip(slots, lengths_B.tolist(), strict=True)):
-            found = self._lookup(self._tokens_ST[slot, : self._lengths_S[slot]], limit)
+            found = self._lookup(self._text.tokens(slot), limit)
             counts_B[index] = found.size
             tokens_BK[index, : found.size] = found
         width = int(max(counts_B.max(initial=0), 1))
@@ -93,17 +88,11 @@ class NgramDrafter:
         taps_BNF: torch.Tensor | None,
     ) -> None:
         """Append committed tokens."""
-        slots_B = np.asarray(slots, np.int64)
-        column_N = np.arange(tokens_BN.shape[1])
-        mask_BN = column_N < counts_B[:, None]
-        slot_X = np.broadcast_to(slots_B[:, None], mask_BN.shape)[mask_BN]
-        position_X = (self._lengths_S[slots_B][:, None] + column_N)[mask_BN]
-        self._tokens_ST[slot_X, position_X] = tokens_BN.cpu().numpy()[mask_BN]
-        self._lengths_S[slots_B] += counts_B
+        self._text.append(slots, tokens_BN, counts_B)
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget the rows."""
-        self._lengths_S[list(slots)] = 0
+        self._text.close(slots)
 
     def load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Has no weights; raises ConfigError when given some."""

@@ -75,7 +75,27 @@ def verify(law: Law, draft: Draft, numbers: RoundNumbers) -> Verdict:
     """The exact rule for one round of B rows with up to K drafts each."""
     if draft.probs is None:
         return verify_point_mass(law, draft, numbers)
-    return verify_sampled(law, draft, draft.probs, numbers)
+    if draft.looked_up_B is None or not draft.looked_up_B.any():
+        return verify_sampled(law, draft, draft.probs, numbers)
+    return verify_mixed(law, draft, draft.probs, draft.looked_up_B, numbers)
+
+
+def verify_mixed(
+    law: Law, draft: Draft, probs: DraftProbs, looked_up_B: npt.NDArray[np.bool_], numbers: RoundNumbers
+) -> Verdict:
+    """Each row by the rule of its own kind of draft, as if the others were not there.
+
+    Either rule emits p given everything before the position, and which of them a row gets is known before its tokens
+    are drawn, so a rollout whose rounds change between them still has the policy's law. Its tokens equal plain
+    decoding's only as long as all its rounds were looked up.
+    """
+    exact = verify_point_mass(law, draft, numbers)
+    sampled = verify_sampled(law, draft, probs, numbers)
+    chooses_B = torch.from_numpy(looked_up_B).to(sampled.next_B.device)
+    return Verdict(
+        np.where(looked_up_B, exact.accepted_B, sampled.accepted_B),
+        torch.where(chooses_B, exact.next_B, sampled.next_B),
+    )
 
 
 def verify_point_mass(law: Law, draft: Draft, numbers: RoundNumbers) -> Verdict:

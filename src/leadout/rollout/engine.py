@@ -25,15 +25,17 @@ from leadout.records import (
     Request,
     Rollout,
     RolloutId,
-    Rounds,
     WeightUpdate,
 )
 from leadout.rollout.parts import EngineParts
 from leadout.rollout.prefill import cohorts, context_of, passes, prefill
 from leadout.rollout.round import LiveRows, first_tokens, run_round
-from leadout.rollout.rows import Row, RowTable
+from leadout.rollout.rows import Row, RowTable, already_over, unstarted
 
 ApplyUpdate = Callable[[WeightUpdate], RefitReport]
+
+METHODS = frozenset({"eagle3", "ngram", "history", "small_model", "history+eagle3", "history+small_model"})
+"""Drafting methods of the native engine."""
 
 
 class NativeGenerator:
@@ -62,7 +64,7 @@ class NativeGenerator:
             exact_seeds=True,
             policy_logprobs=True,
             in_flight_refit=frozenset({"finish", "cancel", "recompute"}),
-            methods=frozenset({"eagle3", "ngram"}),
+            methods=METHODS,
             max_context=self._parts.max_len,
         )
 
@@ -86,7 +88,7 @@ class NativeGenerator:
             self._check(request, known)
             known.add(request.rollout_id)
         for request in requests:
-            over = _already_over(request)
+            over = already_over(request)
             if over is not None:
                 self._done.append(over)
             else:
@@ -125,7 +127,7 @@ class NativeGenerator:
     def cancel(self, ids: Sequence[RolloutId]) -> list[Rollout]:
         """Stop these rollouts and return what they have; unknown ids are ignored."""
         wanted = set(ids)
-        partial: list[Rollout] = [_unstarted(r) for r in self._waiting if r.rollout_id in wanted]
+        partial: list[Rollout] = [unstarted(r) for r in self._waiting if r.rollout_id in wanted]
         self._waiting = deque(r for r in self._waiting if r.rollout_id not in wanted)
         rows = [row for row in self._rows.values() if row.request.rollout_id in wanted]
         for row in rows:
@@ -169,14 +171,21 @@ class NativeGenerator:
         self._parts.kv.set_allocated(awake)
 
     def state_dict(self) -> dict[str, object]:
-        """Acceptance statistics of the draft length, for a resume."""
-        return {"draft_length": self._parts.draft_length.state_dict()}
+        """Acceptance statistics of the draft length and what the drafter remembers, for a resume."""
+        state: dict[str, object] = {"draft_length": self._parts.draft_length.state_dict()}
+        if self._parts.history is not None:
+            state["history"] = self._parts.history.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore them."""
         draft_length = state["draft_length"]
         assert isinstance(draft_length, dict)
         self._parts.draft_length.load_state_dict(draft_length)
+        if self._parts.history is not None:
+            history = state["history"]
+            assert isinstance(history, dict)
+            self._parts.history.load_state_dict(history)
 
     @property
     def _numpy_dtype(self) -> type[np.floating]:
@@ -272,27 +281,3 @@ class NativeGenerator:
             self._parts.drafter.release(slots)
         self._parts.kv.release(slots)
         self._live = None
-
-
-def _unstarted(request: Request) -> Rollout:
-    """A cancelled rollout that was still waiting: what it was given, or nothing."""
-    if request.given is not None:
-        return replace(request.given, request_id=request.rollout_id, finish=Finish.CANCELLED, stop=None)
-    empty = np.zeros(0)
-    return Rollout(
-        request_id=request.rollout_id,
-        prompt=request.prompt,
-        token_ids=np.zeros(0, np.int32),
-        logprobs=empty.astype(np.float32),
-        policy_logprobs=empty.astype(np.float32),
-        spans=(),
-        rounds=Rounds(drafted=np.zeros(0, np.int16), accepted=np.zeros(0, np.int16)),
-        finish=Finish.CANCELLED,
-    )
-
-
-def _already_over(request: Request) -> Rollout | None:
-    """A request whose given tokens already use up its length ends at once."""
-    if request.given is None or request.given.length < request.params.max_new_tokens:
-        return None
-    return replace(request.given, request_id=request.rollout_id, finish=Finish.LENGTH, stop=None)

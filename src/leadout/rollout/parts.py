@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from leadout.draft_length.controller import DraftLength, FixedLength
-from leadout.interfaces import Drafter
+from leadout.interfaces import Drafter, Stateful
 from leadout.models.decoder import DecoderStates
 from leadout.models.kv import KVSlots
 from leadout.models.sampling import ParamsBatch
@@ -79,6 +79,8 @@ class EngineParts:
     device: torch.device
     dtype: torch.dtype
     drafter: Drafter | None = None
+    history: Stateful | None = None
+    """What of the drafter must survive a resume; None for drafters that remember nothing but weights."""
     draft_length: DraftLength = field(default_factory=lambda: FixedLength(0))
     stop_watch: StopWatchFactory | None = None
     """Makes a watcher of stop strings; without one, requests with stop strings are refused."""

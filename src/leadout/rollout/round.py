@@ -18,8 +18,8 @@ import torch
 from leadout.draft_length.controller import RoundOutcome
 from leadout.interfaces import Draft
 from leadout.models.sampling import ParamsBatch
-from leadout.records import Trace
-from leadout.rollout.accept import Verdict
+from leadout.records import FloatArray, IntArray, Trace
+from leadout.rollout.accept import Verdict, full_probs
 from leadout.rollout.numbers import RoundNumbers
 from leadout.rollout.parts import EngineParts, LawMaker
 from leadout.rollout.rows import Row, RowTable
@@ -142,7 +142,7 @@ def _commit(
     committed = table.commit(live.rows, tokens_BN, verdict.accepted_B + 1, logprobs_BN, policy_BN, live.ends(tokens_BN))
     drafted_B = np.zeros(num_rows, np.int64) if draft is None else draft.counts_B
     if draft is not None:
-        _trace(table, live, draft, verdict, first_B, committed.counts_B)
+        _trace(table, live, draft, verdict, first_B, committed.counts_B, parts.vocab_size)
     table.record_round(live.slots_B, drafted_B, np.minimum(verdict.accepted_B, committed.counts_B))
     parts.kv.advance(live.slots, committed.counts_B)
     params = [row.request.params for row in live.rows]
@@ -153,31 +153,62 @@ def _commit(
     return committed.ended
 
 
-def _trace(table: RowTable, live: LiveRows, draft: Draft, verdict: Verdict, first_B: Ints, counts_B: Ints) -> None:
+def _trace(
+    table: RowTable, live: LiveRows, draft: Draft, verdict: Verdict, first_B: Ints, counts_B: Ints, vocab_size: int
+) -> None:
     """Keep the verified drafts of rows that are being audited."""
     for index, row in enumerate(live.rows):
         if not row.request.params.trace:
             continue
         verified = int(min(verdict.accepted_B[index] + 1, draft.counts_B[index], counts_B[index]))
         tokens_D = draft.tokens_BK[index, :verified].cpu().numpy().astype(np.int32)
-        probs = draft.probs
-        probs_DV = None if probs is None else probs.values_BKV[index, :verified].cpu().numpy()
-        prob_D = np.ones(verified, np.float32)
-        if probs is not None:
-            columns_D = probs.columns_BK[index, :verified]
-            prob_D = probs.values_BKV[index, torch.arange(verified), columns_D].cpu().numpy()
-        ids_V = None if probs is None or probs.token_ids_V is None else probs.token_ids_V.cpu().numpy().astype(np.int32)
+        law = traced_law(draft, index, verified, vocab_size)
         row.trace.append(
             Trace(
                 round_D=np.full(verified, table.num_rounds(row.slot), np.int32),
                 position_D=np.arange(verified, dtype=np.int32) + np.int32(first_B[index]),
                 draft_D=tokens_D,
                 accepted_D=np.arange(verified) < verdict.accepted_B[index],
-                draft_prob_D=prob_D,
-                probs_DV=probs_DV,
-                token_ids_V=ids_V,
+                draft_prob_D=law.prob_D,
+                probs_DV=law.probs_DV,
+                token_ids_V=law.token_ids_V,
             )
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TracedLaw:
+    """q of some drafts of one row, as `Trace` holds it."""
+
+    prob_D: FloatArray
+    probs_DV: FloatArray | None
+    token_ids_V: IntArray | None
+
+
+def traced_law(draft: Draft, row: int, verified: int, vocab_size: int) -> TracedLaw:
+    """What the first `verified` drafts of a row were proposed from.
+
+    Where a drafter mixes looked-up and sampled drafts, all are written over the policy's whole vocabulary, looked-up
+    ones as a one-hot q: the rule for point masses is the sampled rule with such a q.
+    """
+    probs = draft.probs
+    if draft.looked_up_B is None and probs is None:
+        return TracedLaw(np.ones(verified, np.float32), None, None)
+    tokens_D = draft.tokens_BK[row, :verified]
+    if draft.looked_up_B is None:
+        assert probs is not None
+        prob_D = probs.values_BKV[row, torch.arange(verified), probs.columns_BK[row, :verified]]
+        ids_V = None if probs.token_ids_V is None else probs.token_ids_V.cpu().numpy().astype(np.int32)
+        return TracedLaw(prob_D.cpu().numpy(), probs.values_BKV[row, :verified].cpu().numpy(), ids_V)
+    dtype = torch.float32 if probs is None else probs.values_BKV.dtype
+    whole_DV = torch.zeros((verified, vocab_size), dtype=dtype, device=tokens_D.device)
+    if probs is None or draft.looked_up_B[row]:
+        whole_DV.scatter_(1, tokens_D[:, None], 1.0)
+    else:
+        rows_D, offset_D = torch.full_like(tokens_D, row), torch.arange(verified, device=tokens_D.device)
+        whole_DV = full_probs(probs, rows_D, offset_D, whole_DV)
+    prob_D = whole_DV.gather(1, tokens_D[:, None]).squeeze(1)
+    return TracedLaw(prob_D.cpu().numpy(), whole_DV.cpu().numpy(), None)
 
 
 def first_tokens(

@@ -9,7 +9,7 @@ Axes: S slots, B rows of this round, N columns of this round, T capacity in toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -221,3 +221,27 @@ def join_traces(parts: Sequence[Trace]) -> Trace:
         probs_DV=np.concatenate(probs) if probs else None,
         token_ids_V=parts[0].token_ids_V,
     )
+
+
+def unstarted(request: Request) -> Rollout:
+    """A cancelled rollout that was still waiting: what it was given, or nothing."""
+    if request.given is not None:
+        return replace(request.given, request_id=request.rollout_id, finish=Finish.CANCELLED, stop=None)
+    empty = np.zeros(0)
+    return Rollout(
+        request_id=request.rollout_id,
+        prompt=request.prompt,
+        token_ids=np.zeros(0, np.int32),
+        logprobs=empty.astype(np.float32),
+        policy_logprobs=empty.astype(np.float32),
+        spans=(),
+        rounds=Rounds(drafted=np.zeros(0, np.int16), accepted=np.zeros(0, np.int16)),
+        finish=Finish.CANCELLED,
+    )
+
+
+def already_over(request: Request) -> Rollout | None:
+    """A request whose given tokens already use up its length ends at once."""
+    if request.given is None or request.given.length < request.params.max_new_tokens:
+        return None
+    return replace(request.given, request_id=request.rollout_id, finish=Finish.LENGTH, stop=None)

@@ -23,13 +23,8 @@ from leadout.batch import PolicyForward, PolicyOutput, TrainBatch
 from leadout.models.eagle3 import Eagle3Head
 from leadout.records import Group, Rollout, Score
 from leadout.train.chains import Chains, build_chains, unroll
-from leadout.train.draft_loss import (
-    acceptance_of_token,
-    expected_rounds,
-    soft_cross_entropy,
-    teacher_probabilities,
-    unrolled_loss,
-)
+from leadout.train.draft_loss import make_loss, unrolled_loss
+from leadout.train.expected_acceptance import AcceptanceMeter, chain_teacher, draft_autocast
 from leadout.train.settings import DraftSettings
 
 
@@ -40,10 +35,6 @@ class _StepSums:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     tokens: int = 0
-    measured_tokens: int = 0
-    rounds: float = 0.0
-    accepted: Tensor | None = None
-    positions: Tensor | None = None
 
 
 class DraftTrainer:
@@ -55,6 +46,7 @@ class DraftTrainer:
             head = head.float()
         self.head = head
         self.settings = settings
+        self._loss = make_loss(settings.loss_fn)
         self.temperature = temperature
         self.version = 0
         self.updates = 0
@@ -66,13 +58,7 @@ class DraftTrainer:
             self._parameters, lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0
         )
         self._token_ids_V = head.draft_token_ids()
-        self._draft_id_P: Tensor | None = None
-        if self._token_ids_V is not None:
-            self._draft_id_P = torch.full((head.spec.vocab_size,), -1, device=self._token_ids_V.device)
-            self._draft_id_P[self._token_ids_V] = torch.arange(
-                head.spec.draft_vocab_size, device=self._draft_id_P.device
-            )
-        self._served = head
+        self._meter: AcceptanceMeter | None = None
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._chosen: set[int] = set()
         self._sums = _StepSums()
@@ -95,7 +81,7 @@ class DraftTrainer:
         self._steps += 1
         count = int(np.ceil(settings.token_fraction * num_rollouts)) if learns else 0
         self._chosen = set(self._rng.permutation(num_rollouts)[:count].tolist())
-        self._served = copy.deepcopy(self.head).requires_grad_(False)
+        self._meter = self.meter(copy.deepcopy(self.head).requires_grad_(False), settings.measure_tokens)
         self._sums = _StepSums()
 
     def roll_back(self) -> None:
@@ -107,7 +93,8 @@ class DraftTrainer:
 
     def observe(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward) -> None:
         """Measure the serving head on a pack, then learn from the chosen rollouts in it."""
-        self._measure(batch, output, forward)
+        assert self._meter is not None, "begin_step comes first"
+        self._meter.add(batch, output, forward)
         first = batch.first_rollout
         rows = [row for row in range(len(batch.rollouts)) if first + row in self._chosen]
         self._learn(batch, output, forward, rows)
@@ -126,11 +113,29 @@ class DraftTrainer:
             metrics["draft/grad_norm"] = float(np.mean(sums.grad_norms))
             metrics["draft/learning_rate"] = self._learning_rate()
             metrics["draft/tokens"] = float(sums.tokens)
-        if sums.rounds and sums.accepted is not None and sums.positions is not None:
-            metrics["draft/expected_acceptance_length"] = sums.measured_tokens / sums.rounds
-            for depth, rate in enumerate((sums.accepted / sums.positions.clamp(min=1)).tolist(), 1):
-                metrics[f"draft/expected_acceptance_rate_pos_{depth}"] = rate
+        if self._meter is not None:
+            metrics |= self._meter.metrics()
         return metrics
+
+    def meter(self, head: Eagle3Head, budget: int) -> AcceptanceMeter:
+        """Measures a head on packs, as it would draft here; `budget` in response tokens."""
+        settings = self.settings
+        return AcceptanceMeter(
+            head,
+            temperature=self.temperature,
+            depth=settings.measure_depth,
+            budget=budget,
+            autocast=settings.autocast,
+        )
+
+    def evaluate(self, groups: Sequence[Group], forward: PolicyForward) -> dict[str, float]:
+        """Expected acceptance of the present head on rollouts that it does not learn from."""
+        meter = self.meter(self.head, sum(rollout.length for group in groups for rollout in group.rollouts))
+        for batch in forward.pack(groups, [np.zeros(len(group.rollouts)) for group in groups]):
+            if batch.response_R.numel():
+                with torch.no_grad():
+                    meter.add(batch, forward.run(batch, taps=self.taps), forward)
+        return meter.metrics()
 
     def remember(self, groups: Sequence[Group]) -> None:
         """Keep a step's rollouts for replay."""
@@ -165,8 +170,8 @@ class DraftTrainer:
     def loss(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward, chains: Chains) -> Tensor:
         """The unrolled loss of some chains, with gradients to the head only."""
         assert output.taps_TF is not None, "the policy ran without the drafter's taps"
-        teacher_RV = self._teacher(output, forward, chains)
-        with self._autocast():
+        teacher_RV = chain_teacher(output, forward, chains, self._token_ids_V, self.temperature)
+        with draft_autocast(self.head, self.settings.autocast):
             hidden = unroll(
                 self.head,
                 chains,
@@ -179,7 +184,7 @@ class DraftTrainer:
             for step, hidden_BLH in enumerate(hidden, 1):
                 counted_BL = chains.valid_BL(step) & chains.wanted_BL
                 logits_NV = self.head.logits(hidden_BLH[counted_BL])
-                losses.append(soft_cross_entropy(logits_NV, teacher_RV[counted_BL], self.temperature))
+                losses.append(self._loss(logits_NV, teacher_RV[counted_BL], self.temperature))
         return unrolled_loss(losses, self.settings.decay)
 
     def _learn(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward, rows: Sequence[int]) -> None:
@@ -207,7 +212,11 @@ class DraftTrainer:
 
     def _learning_rate(self) -> float:
         settings = self.settings
-        return settings.learning_rate * min(1.0, (self.updates + 1) / max(settings.warmup_steps, 1))
+        warm = min(1.0, (self.updates + 1) / max(settings.warmup_steps, 1))
+        if not settings.decay_updates:
+            return settings.learning_rate * warm
+        left = 1.0 - (self.updates - settings.decay_from) / max(settings.decay_updates - settings.decay_from, 1)
+        return settings.learning_rate * warm * min(1.0, max(left, settings.decay_floor))
 
     def _learn_again(self, forward: PolicyForward, count: int) -> None:
         """As many kept rollouts as fresh ones, run through the present policy again."""
@@ -220,74 +229,3 @@ class DraftTrainer:
                 with torch.no_grad():
                     output = forward.run(batch, taps=self.taps)
                 self._learn(batch, output, forward, range(len(batch.rollouts)))
-
-    @torch.no_grad()
-    def _measure(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward) -> None:
-        """Add the pack's rollouts to the expected acceptance, up to the budget of tokens."""
-        rows: list[int] = []
-        budget = self.settings.measure_tokens - self._sums.measured_tokens
-        for row, rollout in enumerate(batch.rollouts):
-            if budget <= 0:
-                break
-            if rollout.length >= 2 and rollout.loss_mask.all():
-                rows.append(row)
-                budget -= rollout.length - 1
-        chains = build_chains(batch, rows)
-        if chains is None:
-            return
-        accept_BLK, shared_K, positions_K = self._acceptances(batch, output, forward, chains)
-        lengths_B = np.array([batch.rollouts[row].length for row in rows])
-        sums = self._sums
-        sums.measured_tokens += int((lengths_B - 1).sum())
-        sums.rounds += float(expected_rounds(accept_BLK, lengths_B).sum())
-        sums.accepted = shared_K if sums.accepted is None else sums.accepted + shared_K
-        sums.positions = positions_K if sums.positions is None else sums.positions + positions_K
-
-    def _acceptances(
-        self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward, chains: Chains
-    ) -> tuple[np.ndarray, Tensor, Tensor]:
-        """Acceptance by start and depth [B, L + 1, K], and sums of sum min(p, q) and counts by depth."""
-        depth = self.settings.measure_depth
-        assert output.taps_TF is not None, "the policy ran without the drafter's taps"
-        taps_TF = output.taps_TF.to(self._served.fc.weight.dtype)
-        with self._autocast():
-            hidden = unroll(self._served, chains, taps_TF, batch.token_ids_T, forward.embedding_VH, depth)
-        teacher_BLV = self._teacher(output, forward, chains)
-        targets_BL = batch.token_ids_T[batch.response_R][chains.target_BL]
-        drafts_BL = targets_BL if self._draft_id_P is None else self._draft_id_P[targets_BL]
-        rows, columns = chains.query_BL.shape
-        accept_BLK = np.zeros((rows, columns + depth + 1, depth))
-        shared_K, positions_K = torch.zeros(depth), torch.zeros(depth)
-        for step, hidden_BLH in enumerate(hidden, 1):
-            valid_BL = chains.valid_BL(step)
-            with self._autocast():
-                logits_NV = self._served.logits(hidden_BLH[valid_BL])
-            log_q_NV = (logits_NV.to(teacher_BLV.dtype) / self.temperature).log_softmax(-1)
-            draft_N = drafts_BL[valid_BL]
-            log_q_N = log_q_NV.gather(-1, draft_N.clamp(min=0)[:, None]).squeeze(-1)
-            log_q_N = log_q_N.masked_fill(draft_N < 0, -torch.inf)
-            log_p_N = output.logprobs_R.detach()[chains.target_BL[valid_BL]]
-            accept_BL = torch.zeros(rows, columns, dtype=torch.float64)
-            accept_BL[valid_BL.cpu()] = acceptance_of_token(log_p_N, log_q_N).double().cpu()
-            # Column j of this step predicts token j + 1 for the round that starts at token j + 2 - step.
-            accept_BLK[:, 1 : columns + 2 - step, step - 1] = accept_BL[:, step - 1 :].numpy()
-            shared_K[step - 1] = float(torch.minimum(teacher_BLV[valid_BL], log_q_NV.exp()).sum())
-            positions_K[step - 1] = draft_N.numel()
-        return accept_BLK, shared_K, positions_K
-
-    @torch.no_grad()
-    def _teacher(self, output: PolicyOutput, forward: PolicyForward, chains: Chains) -> Tensor:
-        """The policy's probabilities of the draft vocabulary at every query's target, [B, L, V]."""
-        target_N = chains.target_BL.flatten()
-        teacher_NV = teacher_probabilities(
-            output.hidden_RH[target_N],
-            forward.head_rows(self._token_ids_V),
-            output.log_normalizer_R[target_N],
-            self.temperature,
-        )
-        return teacher_NV.view(*chains.target_BL.shape, -1)
-
-    def _autocast(self) -> torch.autocast:
-        weight = self.head.fc.weight
-        enabled = self.settings.autocast and weight.dtype is torch.float32
-        return torch.autocast(weight.device.type, dtype=torch.bfloat16, enabled=enabled)

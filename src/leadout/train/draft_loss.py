@@ -5,12 +5,15 @@ Axes: N positions, V draft vocabulary, B rollouts, L tokens of a rollout (padded
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from leadout.errors import ConfigError
 
 
 def teacher_probabilities(
@@ -35,6 +38,77 @@ def soft_cross_entropy(draft_logits_NV: Tensor, teacher_NV: Tensor, temperature:
     logits_NV = draft_logits_NV.to(teacher_NV.dtype) / temperature
     mass_N = teacher_NV.sum(-1)
     return mass_N * logits_NV.logsumexp(-1) - (teacher_NV * logits_NV).sum(-1)
+
+
+def shared_mass(draft_logits_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
+    """sum_v min(p(v), q(v)) per position, [N]: the probability that a sampled draft is accepted."""
+    draft_NV = (draft_logits_NV.to(teacher_NV.dtype) / temperature).softmax(-1)
+    return torch.minimum(teacher_NV, draft_NV).sum(-1)
+
+
+def kl_divergence(draft_logits_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
+    """sum_v p(v) log(p(v) / q(v)) per position, [N]: `soft_cross_entropy` less the policy's part, same gradient."""
+    entropy_N = -torch.xlogy(teacher_NV, teacher_NV).sum(-1)
+    return soft_cross_entropy(draft_logits_NV, teacher_NV, temperature) - entropy_N
+
+
+def total_variation(draft_logits_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
+    """1 - sum_v min(p(v), q(v)) per position, [N]: the probability that a sampled draft is rejected.
+
+    Over the full vocabulary this is half the L1 distance; with a reduced one the mass that cannot be drafted counts as
+    rejected. Its gradient vanishes where q has no overlap with p, so it is weak from a random start.
+    """
+    return 1.0 - shared_mass(draft_logits_NV, teacher_NV, temperature)
+
+
+def log_acceptance(draft_logits_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
+    """-log sum_v min(p(v), q(v)) per position, [N]: a round's chain of acceptances is a product, this its log.
+
+    It is `total_variation` with the gradient divided by the acceptance: positions that are rarely accepted weigh more.
+    Positions without any policy mass in the draft vocabulary are constant.
+    """
+    least = torch.finfo(teacher_NV.dtype).tiny
+    return -shared_mass(draft_logits_NV, teacher_NV, temperature).clamp_min(least).log()
+
+
+class DraftLoss(Protocol):
+    """Loss per position of draft logits against the policy's probabilities of the draft vocabulary."""
+
+    def __call__(self, draft_logits_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
+        """[N]."""
+        ...
+
+
+LOSSES: Mapping[str, DraftLoss] = {
+    "ce": soft_cross_entropy,
+    "kl": kl_divergence,
+    "tv": total_variation,
+    "lk": log_acceptance,
+}
+
+
+def make_loss(text: str) -> DraftLoss:
+    """A loss by name, or a weighted sum: ``ce``, ``ce+tv``, ``0.3*ce+0.7*tv``; a term without weight counts once.
+
+    Raises:
+        ConfigError: a term is none of ce, kl, tv, lk, or its weight is not a number.
+
+    """
+    terms: list[tuple[float, DraftLoss]] = []
+    for term in text.split("+"):
+        weight, _, name = term.strip().rpartition("*")
+        try:
+            terms.append((float(weight) if weight else 1.0, LOSSES[name.strip()]))
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"draft.loss_fn: expected a sum of {', '.join(LOSSES)} such as ce+tv or 0.3*ce+0.7*tv, got {text!r}"
+            ) from error
+
+    def total(draft_logits_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
+        parts = [weight * loss(draft_logits_NV, teacher_NV, temperature) for weight, loss in terms]
+        return torch.stack(parts).sum(0)
+
+    return terms[0][1] if len(terms) == 1 and terms[0][0] == 1.0 else total
 
 
 def unrolled_loss(losses: Sequence[Tensor], decay: float) -> Tensor:

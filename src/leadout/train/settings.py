@@ -41,6 +41,8 @@ class UpdateSettings:
 class DraftSettings:
     """How the drafter learns."""
 
+    loss_fn: str = "ce"
+    """As `leadout.train.draft_loss.make_loss` takes it."""
     steps: int = 3
     """Unrolled steps of training-time test."""
     decay: float = 0.8
@@ -48,6 +50,12 @@ class DraftSettings:
     learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     warmup_steps: int = 20
+    decay_updates: int = 0
+    """Update at which the learning rate has fallen to its floor; 0 keeps it constant (no end is known)."""
+    decay_from: int = 0
+    """Update from which it falls, linearly."""
+    decay_floor: float = 0.05
+    """Share of the learning rate that stays."""
     max_grad_norm: float = 1.0
     passes: int = 1
     """Updates made from the same rollouts in a row."""

@@ -1,0 +1,107 @@
+"""What a draft folder holds, and whether it fits a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from leadout.errors import ModelError
+from leadout.models.eagle3 import Eagle3Head
+from leadout.models.eagle3_io import read_eagle3
+from leadout.models.loading import iter_weights, read_config, resolve
+from leadout.models.rope import RopeSpec
+from leadout.models.spec import DecoderSpec
+from leadout.models.weights import check_tensors
+from leadout.text import TextCodec
+
+
+def draft_info(folder: str, model: str | None = None) -> dict[str, str]:
+    """Figures by name, of an EAGLE-3 head or of a small model.
+
+    Raises:
+        ModelError: naming the tensor, map, layer or tokenizer that is missing or odd, or that does not fit the policy.
+
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ModelError(f"expected the folder of a drafter, got {folder}, which is not there")
+    config = read_config(path)
+    policy = None if model is None else resolve(model)
+    is_head = "eagle3" in str(config.get("architectures", "")).lower() or "speculators_model_type" in config
+    return _head_info(path, policy) if is_head else _model_info(path, policy)
+
+
+def _head_info(path: Path, policy: Path | None) -> dict[str, str]:
+    weights = None if policy is None else dict(iter_weights(policy))
+    head = read_eagle3(path, policy=weights)
+    spec = head.spec
+    if policy is not None:
+        target = DecoderSpec.from_config(read_config(policy))
+        if max(spec.layer_ids) > target.num_layers:
+            raise ModelError(
+                f"{path}: expected tapped layers in 0..{target.num_layers}, got {list(spec.layer_ids)}; "
+                "the head was made for a deeper policy"
+            )
+        _check_rope(path, spec.rope, target.rope)
+    norms = [n for n, on in (("fc_norm", spec.fc_norm), ("norm_before_fc", spec.norm_before_fc)) if on]
+    return {
+        "kind": "EAGLE-3 head",
+        "layers": f"states entering {', '.join(map(str, spec.layer_ids))}",
+        "hidden size": f"{spec.hidden_size} (policy {spec.target_hidden_size})",
+        "heads": f"{spec.num_heads} queries, {spec.num_kv_heads} keys and values, {spec.head_dim} wide",
+        "vocabulary": _vocabulary(head),
+        "embeddings": "its own" if head.has_embeddings else "the policy's",
+        "rope": spec.rope.text,
+        "norms": ", ".join(norms) or "none before fc",
+        **_sizes(dict(head.named_parameters())),
+        "policy": "not compared (--model)" if policy is None else f"fits {policy}",
+    }
+
+
+def _check_rope(path: Path, own: RopeSpec, policy: RopeSpec) -> None:
+    if own.theta != policy.theta or own.rope_type != policy.rope_type:
+        raise ModelError(
+            f"{path}: expected the policy's rope ({policy.text}), got {own.text}; "
+            "correct rope_theta and rope_scaling in its config.json, or train it again"
+        )
+
+
+def _vocabulary(head: Eagle3Head) -> str:
+    ids_V = head.draft_token_ids()
+    if ids_V is None:
+        return f"all {head.spec.vocab_size} tokens"
+    return f"{head.spec.draft_vocab_size} of {head.spec.vocab_size} tokens, ids {int(ids_V.min())}..{int(ids_V.max())}"
+
+
+def _model_info(path: Path, policy: Path | None) -> dict[str, str]:
+    spec = DecoderSpec.from_config(read_config(path))
+    tensors = dict(iter_weights(path))
+    check_tensors(spec, tensors)
+    fits = "not compared (--model)"
+    if policy is not None:
+        difference = TextCodec.from_pretrained(policy).difference(TextCodec.from_pretrained(path))
+        if difference is not None:
+            raise ModelError(f"{path}: expected the tokenizer of {policy}, got another ({difference})")
+        fits = f"same tokenizer as {policy}"
+    return {
+        "kind": f"small model of family {spec.family}",
+        "layers": str(spec.num_layers),
+        "hidden size": str(spec.hidden_size),
+        "heads": f"{spec.num_heads} queries, {spec.num_kv_heads} keys and values, {spec.head_dim} wide",
+        "vocabulary": f"{spec.vocab_size} tokens",
+        "context": f"{spec.max_position_embeddings} tokens",
+        "rope": spec.rope.text,
+        **_sizes(tensors),
+        "policy": fits,
+    }
+
+
+def _sizes(tensors: dict[str, torch.nn.Parameter] | dict[str, torch.Tensor]) -> dict[str, str]:
+    """Number of parameters, and a refusal of tensors that are not numbers."""
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"expected finite numbers in {name}, got NaN or infinity; export it again")
+    count = sum(tensor.numel() for tensor in tensors.values())
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    return {"parameters": f"{count / 1e6:.2f} million, {', '.join(dtypes)}"}

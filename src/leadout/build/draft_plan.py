@@ -1,0 +1,74 @@
+"""What an offline training of a draft head is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from leadout.config import Dataset, Draft
+from leadout.train.settings import DraftSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """What to train on and how."""
+
+    model: str
+    data: Mapping[str, Dataset]
+    """Data sets by the name that reports use; prompts are mixed."""
+    num_rollouts: int = 2048
+    passes: int = 2
+    """Times that every rollout is learnt from."""
+    batch: int = 64
+    """Rollouts generated at once and learnt from before the next."""
+    measure_every: int = 4
+    """Batches between measurements."""
+    held_out: int = 48
+    """Most held-out prompts of each data set; every tenth prompt is held out."""
+    max_completion_length: int = 96
+    temperature: float = 1.0
+    """Of the rollouts and of the drafts: the one of the later run."""
+    num_drafts: int = 3
+    """Drafts of a round that acceptance is measured for."""
+    draft: Draft = field(default_factory=Draft)
+    init: Path | None = None
+    """A head to go on from; its shape holds, not that of `draft`."""
+    seed: int = 0
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Of engine and matrix products."""
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of one pass."""
+        return -(-self.num_rollouts // self.batch)
+
+    def fingerprint(self, policy: str) -> dict[str, Any]:
+        """What must be the same for an interrupted training to go on; JSON-serialisable."""
+        data = {name: each.model_dump(mode="json") for name, each in self.data.items()}
+        rest = {k: v for k, v in asdict(self).items() if k not in ("model", "data", "draft", "init")}
+        draft, init = self.draft.model_dump(mode="json"), None if self.init is None else str(self.init)
+        return {"policy": policy, "data": data, "draft": draft, "init": init, **rest}
+
+
+def draft_settings(plan: DraftPlan) -> DraftSettings:
+    """The trainer's settings: constant learning rate for half of the updates, then linearly down."""
+    draft = plan.draft
+    updates = plan.num_batches * plan.passes * -(-plan.batch // draft.micro_rollouts) * draft.passes
+    return DraftSettings(
+        loss_fn=draft.loss_fn,
+        steps=draft.ttt_steps,
+        decay=draft.ttt_decay,
+        learning_rate=draft.learning_rate,
+        warmup_steps=draft.warmup_steps,
+        decay_from=updates // 2,
+        decay_updates=updates,
+        max_grad_norm=draft.max_grad_norm,
+        passes=draft.passes,
+        micro_rollouts=draft.micro_rollouts,
+        token_fraction=draft.token_fraction,
+        measure_tokens=0,
+        measure_depth=plan.num_drafts,
+        autocast=plan.dtype == "bfloat16",
+    )

@@ -1,0 +1,155 @@
+"""``leadout draft``: make, train and check drafters outside a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from leadout.config import Dataset, Draft
+from leadout.errors import ConfigError
+
+draft = typer.Typer(name="draft", help="Drafters: cut one from the policy, train one offline, check one.")
+
+_FILES = (".jsonl", ".json", ".parquet")
+
+
+@draft.callback(invoke_without_command=True)
+def group(context: typer.Context) -> None:
+    """Drafters: cut one from the policy, train one offline, check one."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@draft.command()
+def init(
+    model: Annotated[str, typer.Option(metavar="MODEL", help="The policy: alias, folder or hub id.")],
+    layers: Annotated[str, typer.Option(metavar="I,J,…", help="Layers to keep, in order, such as 0,1,29.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder of the small model.")],
+) -> None:
+    """Cut a small draft model from some of the policy's own layers.
+
+    Example: leadout draft init --model smollm2-135m --layers 0,1,29 --out drafts/three-layers
+    """
+    from leadout.models.cut_layers import write_cut_model
+    from leadout.models.loading import resolve
+
+    try:
+        chosen = [int(layer) for layer in layers.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--layers: expected numbers with commas, such as 0,1,29, got {layers!r}") from error
+    spec = write_cut_model(resolve(model), chosen, out)
+    typer.echo(f"{out}: {spec.num_layers} layers of {spec.hidden_size}, vocabulary {spec.vocab_size}")
+    typer.echo(
+        "\nNext: leadout train RECIPE rollout.speculative_config.method=small_model "
+        f"rollout.speculative_config.model={out}",
+        err=True,
+    )
+
+
+@draft.command()
+def info(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a draft head or small model.")],
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="The policy that it should fit.")] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DATA", help="Also measure a head's acceptance on rollouts of these prompts.")
+    ] = None,
+    rollouts: Annotated[int, typer.Option(min=1, help="Rollouts to measure on.")] = 16,
+    max_completion_length: Annotated[int, typer.Option(min=2, help="Tokens per rollout.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
+) -> None:
+    """Say what a drafter folder holds, or what is wrong with it.
+
+    Example: leadout draft info drafts/mine --model smollm2-135m
+    """
+    from leadout.build.draft_info import draft_info
+
+    for name, figure in draft_info(folder, model).items():
+        typer.echo(f"{name:<14} {figure}")
+    if data is None:
+        return
+    if model is None:
+        raise ConfigError("--data needs --model, the policy whose rollouts are measured on")
+    from leadout.build.draft_measure import measure_head
+
+    name, dataset = _dataset(data)
+    figures = measure_head(
+        folder,
+        model,
+        name,
+        dataset,
+        num_rollouts=rollouts,
+        max_completion_length=max_completion_length,
+        temperature=temperature,
+    )
+    for name, figure in figures.items():
+        typer.echo(f"{name:<14} {figure}")
+
+
+@draft.command()
+def train(
+    model: Annotated[str, typer.Option(metavar="MODEL", help="The policy: alias, folder or hub id.")],
+    data: Annotated[
+        list[str],
+        typer.Option(metavar="DATA", help="FILE, FILE@PROMPT_KEY, a task, or hub:ID; repeat to mix several."),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of the head; an interrupted training goes on there.")
+    ],
+    rollouts: Annotated[int, typer.Option(min=1, help="Rollouts to generate.")] = 2048,
+    passes: Annotated[int, typer.Option(min=1, help="Times that each is learnt from.")] = 2,
+    max_completion_length: Annotated[int, typer.Option(min=2, help="Tokens per rollout.")] = 96,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of the later run.")] = 1.0,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="Draft vocabulary; the policy's by default.")] = None,
+    loss_fn: Annotated[str, typer.Option(help="ce, kl, tv, lk or a sum such as ce+tv.")] = "ce",
+    ttt_steps: Annotated[int, typer.Option(min=1, max=8, help="Unrolled steps.")] = 3,
+    learning_rate: Annotated[float, typer.Option(help="Of the head.")] = 1e-3,
+    drafts: Annotated[int, typer.Option(min=1, max=8, help="Drafts of a round that are measured.")] = 3,
+    held_out: Annotated[int, typer.Option(min=1, help="Most held-out prompts of each data set.")] = 48,
+    measure_every: Annotated[int, typer.Option(min=1, help="Batches between measurements.")] = 4,
+    start: Annotated[Path | None, typer.Option(metavar="DIR", help="A head to go on from.")] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts, rollouts and the head's start.")] = 0,
+) -> None:
+    """Train an EAGLE-3 head on the policy's own rollouts; keeps the best by held-out acceptance.
+
+    Example: leadout draft train --model smollm2-135m --data arithmetic --out drafts/mine --vocab-size 8192
+    """
+    from leadout.build.draft_plan import DraftPlan
+    from leadout.build.draft_training import LENGTH, train_draft
+    from leadout.build.run import make_console
+    from leadout.recipe.problems import first_problem
+
+    try:
+        section = Draft(vocab_size=vocab_size, loss_fn=loss_fn, ttt_steps=ttt_steps, learning_rate=learning_rate)
+    except ValidationError as error:
+        raise ConfigError(first_problem(error)) from error
+    plan = DraftPlan(
+        model=model,
+        data=dict(_dataset(text) for text in data),
+        num_rollouts=rollouts,
+        passes=passes,
+        held_out=held_out,
+        measure_every=measure_every,
+        max_completion_length=max_completion_length,
+        temperature=temperature,
+        num_drafts=drafts,
+        draft=section,
+        init=start,
+        seed=seed,
+    )
+    best = train_draft(plan, out, make_console())
+    typer.echo(f"best: acceptance length {best[LENGTH]:.3f} after {best['rollouts']:.0f} rollouts, in {out}")
+    typer.echo(f"\nNext: leadout train RECIPE rollout.speculative_config.model={out}", err=True)
+
+
+def _dataset(text: str) -> tuple[str, Dataset]:
+    """A data set and its name in reports."""
+    if text.startswith("hub:"):
+        name, _, key = text.removeprefix("hub:").partition("@")
+        return name.replace("/", "_"), Dataset(hub=name, prompt_key=key or "prompt", answer_key=None)
+    name, _, key = text.rpartition("@") if "@" in text else (text, "", "")
+    if Path(name).suffix in _FILES or Path(name).exists():
+        return Path(name).stem, Dataset(path=Path(name), prompt_key=key or "prompt", answer_key=None)
+    return name.replace("/", "_"), Dataset(task=name)

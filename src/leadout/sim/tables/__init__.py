@@ -1,0 +1,1 @@
+"""Data of the simulator: kernels.npz, see NOTICE."""

@@ -1,0 +1,119 @@
+"""Stage train, drafter: how many tokens a round would commit with a head, computed from rollouts of the policy.
+
+Nothing is generated: along rollouts drawn from the policy, the chance that a draft had matched each token has a closed
+form (`leadout.train.draft_loss.expected_rounds`). Used on each step's rollouts during a run, and on held-out ones when
+a head is trained offline.
+
+Axes: R response tokens of a pack, V draft vocabulary, N positions, B rollouts, L query columns, K drafts of a round.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from leadout.batch import PolicyForward, PolicyOutput, TrainBatch
+from leadout.models.eagle3 import Eagle3Head
+from leadout.train.chains import Chains, build_chains, unroll
+from leadout.train.draft_loss import acceptance_of_token, expected_rounds, teacher_probabilities
+
+
+class AcceptanceMeter:
+    """Adds packs up; one per head and stage."""
+
+    def __init__(self, head: Eagle3Head, *, temperature: float, depth: int, budget: int, autocast: bool) -> None:
+        """`depth`: drafts of a round; `budget`: response tokens after which packs are ignored."""
+        self._head = head
+        self._temperature = temperature
+        self._depth = depth
+        self._budget = budget
+        self._autocast = autocast
+        self._token_ids_V = head.draft_token_ids()
+        self._draft_id_P: Tensor | None = None
+        if self._token_ids_V is not None:
+            self._draft_id_P = torch.full((head.spec.vocab_size,), -1, device=self._token_ids_V.device)
+            self._draft_id_P[self._token_ids_V] = torch.arange(
+                self._token_ids_V.numel(), device=self._draft_id_P.device
+            )
+        self._tokens = 0
+        self._rounds = 0.0
+        self._shared_K = torch.zeros(depth)
+        self._positions_K = torch.zeros(depth)
+
+    @torch.no_grad()
+    def add(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward) -> None:
+        """Take a pack's rollouts, as far as the budget goes."""
+        rows: list[int] = []
+        budget = self._budget - self._tokens
+        for row, rollout in enumerate(batch.rollouts):
+            if budget <= 0:
+                break
+            if rollout.length >= 2 and rollout.loss_mask.all():
+                rows.append(row)
+                budget -= rollout.length - 1
+        chains = build_chains(batch, rows)
+        if chains is None:
+            return
+        accept_BLK = self._acceptances(batch, output, forward, chains)
+        lengths_B = np.array([batch.rollouts[row].length for row in rows])
+        self._tokens += int((lengths_B - 1).sum())
+        self._rounds += float(expected_rounds(accept_BLK, lengths_B).sum())
+
+    def metrics(self) -> dict[str, float]:
+        """Expected acceptance length, and sum min(p, q) by position of the round; empty when nothing was measured."""
+        if not self._rounds:
+            return {}
+        row = {"draft/expected_acceptance_length": self._tokens / self._rounds}
+        for depth, rate in enumerate((self._shared_K / self._positions_K.clamp(min=1)).tolist(), 1):
+            row[f"draft/expected_acceptance_rate_pos_{depth}"] = rate
+        return row
+
+    def _acceptances(
+        self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward, chains: Chains
+    ) -> np.ndarray:
+        """Acceptance by start and depth, [B, L + 1, K]; adds the sums of min(p, q) and their counts by depth."""
+        depth = self._depth
+        assert output.taps_TF is not None, "the policy ran without the drafter's taps"
+        taps_TF = output.taps_TF.to(self._head.fc.weight.dtype)
+        with draft_autocast(self._head, self._autocast):
+            hidden = unroll(self._head, chains, taps_TF, batch.token_ids_T, forward.embedding_VH, depth)
+        teacher_BLV = chain_teacher(output, forward, chains, self._token_ids_V, self._temperature)
+        targets_BL = batch.token_ids_T[batch.response_R][chains.target_BL]
+        drafts_BL = targets_BL if self._draft_id_P is None else self._draft_id_P[targets_BL]
+        rows, columns = chains.query_BL.shape
+        accept_BLK = np.zeros((rows, columns + depth + 1, depth))
+        for step, hidden_BLH in enumerate(hidden, 1):
+            valid_BL = chains.valid_BL(step)
+            with draft_autocast(self._head, self._autocast):
+                logits_NV = self._head.logits(hidden_BLH[valid_BL])
+            log_q_NV = (logits_NV.to(teacher_BLV.dtype) / self._temperature).log_softmax(-1)
+            draft_N = drafts_BL[valid_BL]
+            log_q_N = log_q_NV.gather(-1, draft_N.clamp(min=0)[:, None]).squeeze(-1)
+            log_q_N = log_q_N.masked_fill(draft_N < 0, -torch.inf)
+            log_p_N = output.logprobs_R.detach()[chains.target_BL[valid_BL]]
+            accept_BL = torch.zeros(rows, columns, dtype=torch.float64)
+            accept_BL[valid_BL.cpu()] = acceptance_of_token(log_p_N, log_q_N).double().cpu()
+            # Column j of this step predicts token j + 1 for the round that starts at token j + 2 - step.
+            accept_BLK[:, 1 : columns + 2 - step, step - 1] = accept_BL[:, step - 1 :].numpy()
+            self._shared_K[step - 1] += float(torch.minimum(teacher_BLV[valid_BL], log_q_NV.exp()).sum())
+            self._positions_K[step - 1] += draft_N.numel()
+        return accept_BLK
+
+
+@torch.no_grad()
+def chain_teacher(
+    output: PolicyOutput, forward: PolicyForward, chains: Chains, token_ids_V: Tensor | None, temperature: float
+) -> Tensor:
+    """The policy's probabilities of the draft vocabulary at every query's target, [B, L, V]."""
+    target_N = chains.target_BL.flatten()
+    teacher_NV = teacher_probabilities(
+        output.hidden_RH[target_N], forward.head_rows(token_ids_V), output.log_normalizer_R[target_N], temperature
+    )
+    return teacher_NV.view(*chains.target_BL.shape, -1)
+
+
+def draft_autocast(head: Eagle3Head, enabled: bool) -> torch.autocast:
+    """Matrix products of a float32 head in bfloat16 where that is wanted."""
+    weight = head.fc.weight
+    return torch.autocast(weight.device.type, dtype=torch.bfloat16, enabled=enabled and weight.dtype is torch.float32)

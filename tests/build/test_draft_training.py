@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from leadout.build import draft_training
+from leadout.build.draft_plan import DraftPlan
+from leadout.build.draft_training import LENGTH, train_draft
+from leadout.build.kept_rollouts import read_rollouts
+from leadout.config import Dataset, Draft
+from leadout.errors import CheckpointError, ConfigError
+from leadout.models.eagle3_io import read_eagle3
+from leadout.models.loading import load_policy
+from tests.build.tiny_runs import model_folder, write_questions
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> DraftPlan:
+    folder = tmp_path_factory.mktemp("policy")
+    questions = write_questions(folder / "sums.jsonl")
+    return DraftPlan(
+        model=str(model_folder(folder / "policy")),
+        data={"sums": Dataset(path=questions, prompt_key="question")},
+        num_rollouts=40,
+        passes=3,
+        batch=8,
+        measure_every=3,
+        held_out=3,
+        max_completion_length=12,
+        temperature=0.6,
+        draft=Draft(vocab_size=128, layer_ids=(1, 2, 3), learning_rate=5e-3, warmup_steps=2),
+        dtype="float32",
+    )
+
+
+def train(plan: DraftPlan, out: Path) -> tuple[dict[str, float], str]:
+    screen = StringIO()
+    return train_draft(plan, out, Console(file=screen, width=200)), screen.getvalue()
+
+
+def rows_of(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(plan, tmp_path_factory) -> tuple[Path, dict[str, float], str]:
+    out = tmp_path_factory.mktemp("head") / "new"
+    best, screen = train(plan, out)
+    return out, best, screen
+
+
+def test_held_out_acceptance_rises_and_the_best_head_is_kept(trained):
+    out, best, screen = trained
+    rows = rows_of(out)
+    lengths = [row[LENGTH] for row in rows]
+    assert [row["rollouts"] for row in rows] == [0, 24, 48, 72, 96, 120]
+    assert best[LENGTH] == max(lengths) > lengths[0] + 0.02
+    assert screen.count("acceptance length") == 6
+    assert "expected speedup" in screen
+    head = read_eagle3(out)
+    assert (head.spec.draft_vocab_size, head.spec.layer_ids) == (128, (1, 2, 3))
+    assert head.fc.weight.dtype is torch.bfloat16
+    card = (out / "README.md").read_text()
+    assert f"{best[LENGTH]:.3f}" in card and "sums" in card
+
+
+def test_rollouts_are_the_policys_own_and_held_out_prompts_are_never_learnt_from(trained, plan):
+    out, _, _ = trained
+    files = sorted((out / "rollouts").glob("0*.npz"))
+    learnt = [group for file in files for group in read_rollouts(file)]
+    held_out = read_rollouts(out / "rollouts" / "held_out-sums.npz")
+    assert (len(learnt), len(held_out)) == (40, 3)
+    assert not {g.prompt.token_ids.tobytes() for g in learnt} & {g.prompt.token_ids.tobytes() for g in held_out}
+    model = load_policy(Path(plan.model), torch.float32)
+    surprise, entropy = [], []
+    for group in learnt:
+        tokens = np.concatenate([group.prompt.token_ids, group.rollouts[0].token_ids]).astype(np.int64)
+        first = len(group.prompt.token_ids)
+        with torch.no_grad():
+            log_p = (model(torch.from_numpy(tokens)[None]).logits[0, first - 1 : -1] / plan.temperature).log_softmax(-1)
+        surprise += (-log_p.gather(-1, torch.from_numpy(tokens[first:])[:, None])).flatten().tolist()
+        entropy += (-(log_p.exp() * log_p).sum(-1)).tolist()
+    assert np.mean(surprise) == pytest.approx(np.mean(entropy), abs=0.3)
+
+
+def test_an_interrupted_training_ends_in_the_same_head(plan, trained, tmp_path, monkeypatch):
+    whole, _, _ = trained
+    made = draft_training._Session._learn
+    calls = []
+
+    def stops_after_eight(self, groups):
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        calls.append(1)
+        made(self, groups)
+
+    monkeypatch.setattr(draft_training._Session, "_learn", stops_after_eight)
+    with pytest.raises(KeyboardInterrupt):
+        train(plan, tmp_path / "head")
+    monkeypatch.undo()
+    train(plan, tmp_path / "head")
+    one, other = (read_eagle3(folder / "last").state_dict() for folder in (whole, tmp_path / "head"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+    def figures(folder: Path) -> list[dict[str, float]]:
+        return [{k: v for k, v in r.items() if not k.startswith(("seconds", "speedup"))} for r in rows_of(folder)]
+
+    assert figures(whole) == figures(tmp_path / "head")
+
+
+def test_a_finished_training_is_not_repeated(trained, plan):
+    out, best, _ = trained
+    before = (out / "metrics.jsonl").read_bytes()
+    again, _ = train(plan, out)
+    assert again == best
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_settings_do_not_go_on_in_the_same_folder(trained, plan):
+    with pytest.raises(ConfigError, match=r"other settings \(passes\)"):
+        train(replace(plan, passes=4), trained[0])
+
+
+def test_a_folder_with_something_else_is_left_alone(plan, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="new or empty folder"):
+        train(plan, tmp_path)
+
+
+def test_damaged_rollouts_are_named(tmp_path):
+    file = tmp_path / "00000.npz"
+    file.write_bytes(b"PK not a zip")
+    with pytest.raises(CheckpointError, match=r"00000\.npz"):
+        read_rollouts(file)

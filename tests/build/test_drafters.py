@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from leadout.build.draft_info import draft_info
+from leadout.build.generator import make_decoder, make_generator
+from leadout.config import Dataset, RolloutSection, SpeculativeConfig
+from leadout.errors import LeadoutError, ModelError
+from leadout.models.cut_layers import write_cut_model
+from leadout.models.eagle3 import Eagle3Spec, initial_head
+from leadout.models.eagle3_io import write_eagle3
+from leadout.models.loading import iter_weights, read_config
+from leadout.models.spec import DecoderSpec
+from leadout.pipeline.generate import generate
+from leadout.pipeline.requests import make_requests
+from leadout.records import Prompt, SamplingParams
+from leadout.text import TextCodec
+from tests.build.tiny_runs import model_folder, write_questions
+from tests.codecs import byte_codec
+
+METHODS = ["eagle3", "ngram", "history", "small_model", "history+eagle3", "history+small_model"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    model_folder(path / "policy")
+    write_cut_model(path / "policy", [0, 3], path / "small")
+    spec = DecoderSpec.from_config(read_config(path / "policy"))
+    shape = Eagle3Spec(
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope=spec.rope,
+        max_position_embeddings=128,
+        vocab_size=spec.vocab_size,
+        draft_vocab_size=100,
+        layer_ids=(1, 2, 3),
+        target_hidden_size=32,
+    )
+    ids = torch.arange(0, 200, 2)
+    weights = dict(iter_weights(path / "policy"))
+    write_eagle3(initial_head(shape, weights, torch.Generator().manual_seed(0), token_ids_V=ids), path / "head")
+    return path
+
+
+def engine(folder: Path, **speculation: object):
+    path = folder / "policy"
+    weights = dict(iter_weights(path))
+    spec = DecoderSpec.from_config(read_config(path))
+    decoder = make_decoder(spec, weights, dtype="float64", max_len=64, device=torch.device("cpu"))
+    section = RolloutSection(
+        dtype="float64", speculative_config=SpeculativeConfig(**speculation) if speculation else None
+    )
+    head = None
+    if section.speculative_config is not None and section.speculative_config.draft_model == "eagle3":
+        from leadout.build.drafter import load_head
+
+        head = load_head(folder / "head", weights)
+    return make_generator(decoder, TextCodec.from_pretrained(path), section, num_rows=8, head=head)
+
+
+def requests():
+    prompts = [
+        Prompt(id=str(i), token_ids=np.array([65 + i, 66, 65 + i, 66, 65 + i], np.int32), text="") for i in range(4)
+    ]
+    return make_requests(prompts, SamplingParams(max_new_tokens=30, temperature=0.3), 4)
+
+
+def model_of(method: str, folder: Path) -> dict[str, str]:
+    return {"model": str(folder / "small")} if "small" in method else {}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_of_the_configuration_drafts(folder, method):
+    generator = engine(folder, method=method, num_speculative_tokens=3, **model_of(method, folder))
+    assert method in generator.capabilities.methods
+    rollouts = generate(generator, requests())
+    assert sum(int(rollout.rounds.drafted.sum()) for rollout in rollouts) > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_drafts_leave_the_tokens_of_plain_decoding(folder, method):
+    plain = generate(engine(folder), requests())
+    chosen = {"method": method, "num_speculative_tokens": 3, "draft_sample_method": "greedy"}
+    rollouts = generate(engine(folder, **chosen, **model_of(method, folder)), requests())
+    assert [r.token_ids.tolist() for r in rollouts] == [r.token_ids.tolist() for r in plain]
+
+
+def test_a_resumed_generator_keeps_its_history(folder):
+    first = engine(folder, method="history", num_speculative_tokens=3)
+    generate(first, requests())
+    second = engine(folder, method="history", num_speculative_tokens=3)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    assert len(first.state_dict()["history"]["prompts"]) == 4
+
+
+def test_a_small_model_with_another_tokenizer_is_refused(folder, tmp_path):
+    write_cut_model(folder / "policy", [0], tmp_path / "other")
+    byte_codec(merges=(("a", "b"),))._tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelError, match=r"speculative_config\.model: expected a model with the policy's tokenizer"):
+        engine(folder, method="small_model", model=str(tmp_path / "other"))
+
+
+def test_a_small_model_that_is_not_there_is_refused_by_name(folder):
+    with pytest.raises(LeadoutError, match="no such folder"):
+        engine(folder, method="small_model", model="./nowhere")
+
+
+def test_a_small_model_must_be_named():
+    with pytest.raises(ValueError, match="method history\\+small_model needs `model`"):
+        SpeculativeConfig(method="history+small_model")
+
+
+def test_the_info_of_a_head_tells_layers_vocabulary_and_rope(folder):
+    info = draft_info(str(folder / "head"), str(folder / "policy"))
+    assert info["layers"] == "states entering 1, 2, 3"
+    assert info["vocabulary"] == "100 of 257 tokens, ids 0..198"
+    assert info["rope"].startswith("default theta=10000.0")
+    assert info["policy"].startswith("fits")
+
+
+def test_the_info_of_a_small_model_tells_its_size(folder):
+    info = draft_info(str(folder / "small"), str(folder / "policy"))
+    assert (info["kind"], info["layers"]) == ("small model of family llama", "2")
+    assert info["policy"].startswith("same tokenizer")
+
+
+def test_the_info_of_a_head_for_a_deeper_policy_names_its_layers(folder, tmp_path):
+    model_folder(tmp_path / "shallow", layers=2)
+    with pytest.raises(ModelError, match=r"expected tapped layers in 0\.\.2, got \[1, 2, 3\]"):
+        draft_info(str(folder / "head"), str(tmp_path / "shallow"))
+
+
+def test_the_info_of_a_missing_tensor_names_it(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "head" / "model.safetensors")
+    tensors.pop("d2t")
+    tensors.pop("t2d")
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "head" / "config.json").read_text())
+    with pytest.raises(ModelError, match="missing d2t, t2d"):
+        draft_info(str(tmp_path))
+
+
+def test_the_info_of_no_folder_says_so():
+    with pytest.raises(ModelError, match="which is not there"):
+        draft_info("./nowhere")
+
+
+def test_an_untrained_head_is_measured_and_named_as_accepted_next_to_never(folder, tmp_path):
+    from leadout.build.draft_measure import measure_head
+
+    dataset = Dataset(path=write_questions(tmp_path / "sums.jsonl"), prompt_key="question")
+    options = {"num_rollouts": 4, "max_completion_length": 12, "temperature": 0.2}
+    figures = measure_head(str(folder / "head"), str(folder / "policy"), "sums", dataset, **options)
+    assert "trained on other layers" in figures["warning"]
+    assert figures["acceptance"].startswith("length 1.0")
+    assert figures["speedup"].endswith("at batch 8")

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from leadout.cli.draft import _dataset
+from leadout.cli.main import run
+from leadout.models.loading import read_config
+from tests.build.tiny_runs import model_folder, write_questions
+
+
+@pytest.fixture
+def leadout_run(monkeypatch, capsys):
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["leadout", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            run()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> str:
+    return str(model_folder(tmp_path_factory.mktemp("policy")))
+
+
+def test_layers_are_cut_and_told(leadout_run, policy, tmp_path):
+    code, out, err = leadout_run("draft", "init", "--model", policy, "--layers", "3,0", "--out", str(tmp_path / "d"))
+    assert code == 0
+    assert out.strip() == f"{tmp_path / 'd'}: 2 layers of 32, vocabulary 257"
+    assert "method=small_model" in err
+    assert read_config(tmp_path / "d")["num_hidden_layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"), [("a,b", "expected numbers with commas"), ("9", "between 0 and 3, got 9")]
+)
+def test_impossible_layers_are_one_line(leadout_run, policy, tmp_path, layers, words):
+    code, _, err = leadout_run("draft", "init", "--model", policy, "--layers", layers, "--out", str(tmp_path / "d"))
+    assert (code, err.count("\n")) == (2, 1)
+    assert words in err
+
+
+def test_a_folder_that_is_not_there_is_one_line(leadout_run):
+    code, _, err = leadout_run("draft", "info", "./nowhere")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "./nowhere, which is not there" in err
+
+
+def test_a_head_is_trained_from_the_command_line_and_fits_its_policy(leadout_run, policy, tmp_path):
+    questions, out = write_questions(tmp_path / "sums.jsonl"), str(tmp_path / "head")
+    options = ["--rollouts", "64", "--passes", "1", "--max-completion-length", "8", "--held-out", "2"]
+    code, told, _ = leadout_run(
+        "draft", "train", "--model", policy, "--data", f"{questions}@question", "--out", out, *options
+    )
+    assert code == 0
+    assert "best: acceptance length" in told
+    code, told, _ = leadout_run("draft", "info", out, "--model", policy)
+    assert code == 0
+    assert "states entering 0, 2, 4" in told
+
+
+def test_an_unknown_loss_is_one_line(leadout_run, policy, tmp_path):
+    arguments = ["--model", policy, "--data", "arithmetic", "--out", str(tmp_path / "x"), "--loss-fn", "mse"]
+    code, _, err = leadout_run("draft", "train", *arguments)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "expected ce, kl, tv, lk or a sum such as ce+tv" in err
+
+
+def test_data_sets_are_named_by_file_task_or_hub_id():
+    assert _dataset("rows/train.jsonl@question")[0] == "train"
+    assert _dataset("rows/train.jsonl@question")[1].prompt_key == "question"
+    assert _dataset("arithmetic") == ("arithmetic", _dataset("arithmetic")[1])
+    assert _dataset("hub:openai/gsm8k@question")[0] == "openai_gsm8k"
+    assert _dataset("hub:openai/gsm8k@question")[1].hub == "openai/gsm8k"
+    assert _dataset("rows/plain.jsonl")[1].path == Path("rows/plain.jsonl")

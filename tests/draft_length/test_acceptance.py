@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from leadout.draft_length.acceptance import AcceptanceStats
+
+
+def counts(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def test_rates_are_conditional_on_the_position_being_reached():
+    stats = AcceptanceStats(3, memory=1e12)
+    for _ in range(10_000):
+        stats.record(counts(3, 3, 3, 3), counts(3, 1, 1, 0))
+    np.testing.assert_allclose(stats.rates(), [3 / 4, 1 / 3, 1.0], atol=1e-3)
+
+
+def test_rows_that_drafted_less_count_only_where_they_drafted():
+    stats = AcceptanceStats(3, memory=1e12)
+    for _ in range(10_000):
+        stats.record(counts(1, 2, 0), counts(1, 2, 0))
+    np.testing.assert_allclose(stats.rates()[:2], [1.0, 1.0], atol=1e-3)
+    assert stats.num_trials == pytest.approx(20_000)
+
+
+def test_expected_tokens_of_a_round_are_one_and_the_chained_acceptances():
+    stats = AcceptanceStats(3, memory=1e12)
+    for _ in range(10_000):
+        stats.record(counts(3, 3, 3, 3), counts(3, 1, 1, 0))
+    np.testing.assert_allclose(stats.expected_committed(), [1.0, 1.75, 2.0, 2.25], atol=1e-3)
+
+
+def test_before_anything_is_seen_a_low_rate_is_assumed():
+    np.testing.assert_allclose(AcceptanceStats(3).rates(), [0.3, 0.3, 0.3])
+
+
+def test_positions_never_seen_lean_on_the_one_before():
+    stats = AcceptanceStats(3, memory=1e12)
+    for _ in range(1000):
+        stats.record(counts(1), counts(1))
+    first, second, third = stats.rates()
+    assert first > 0.99
+    assert second == third == pytest.approx(first)
+
+
+def test_old_rounds_are_forgotten_at_the_rate_of_the_memory():
+    stats = AcceptanceStats(1, memory=100.0)
+    for _ in range(2000):
+        stats.record(counts(1), counts(1))
+    for _ in range(100):
+        stats.record(counts(1), counts(0))
+    assert stats.rates()[0] == pytest.approx(np.exp(-1), abs=0.02)
+
+
+def test_plain_rows_leave_the_statistics_alone():
+    stats = AcceptanceStats(2, memory=10.0)
+    stats.record(counts(2, 2), counts(2, 1))
+    before = stats.state_dict()
+    stats.record(counts(0, 0), counts(0, 0))
+    assert stats.state_dict() == before
+
+
+def test_state_survives_json():
+    stats, other = AcceptanceStats(3), AcceptanceStats(3)
+    stats.record(counts(3, 2), counts(1, 2))
+    other.load_state_dict(json.loads(json.dumps(stats.state_dict())))
+    assert other.rates().tolist() == stats.rates().tolist()

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from leadout.draft_length.controller import FixedLength, GoodputLength, RoundOutcome
+from leadout.draft_length.costs import CostProfile, Curve
+
+
+class Machine:
+    """A generator by numbers: seconds of a round by shape, and acceptance with probability `accept` per draft."""
+
+    def __init__(self, accept: float, *, step: float = 10.0, per_token: float = 0.1, draft: float = 0.5) -> None:
+        self.accept = accept
+        self.step, self.per_token, self.draft = step, per_token, draft
+        self.rng = np.random.default_rng(0)
+        self.lengths: list[int] = []
+
+    def round(self, length: GoodputLength | FixedLength, rows: int) -> int:
+        k = length.choose(rows)
+        hits = np.minimum.accumulate(self.rng.random((rows, max(k, 1))) < self.accept, axis=1).sum(1) if k else 0
+        length.record(
+            RoundOutcome(
+                num_drafts=k,
+                drafted_B=np.full(rows, k, np.int64),
+                accepted_B=np.full(rows, 0, np.int64) + hits,
+                draft_seconds=k * self.draft,
+                verify_seconds=self.seconds(rows, k) - k * self.draft,
+            )
+        )
+        self.lengths.append(k)
+        return k
+
+    def seconds(self, rows: int, k: int) -> float:
+        return self.step + self.per_token * rows * (k + 1) + k * self.draft
+
+    def goodput(self, rows: int, k: int) -> float:
+        committed = sum(self.accept**i for i in range(k + 1))
+        return rows * committed / self.seconds(rows, k)
+
+    def run(self, length: GoodputLength | FixedLength, rows: int, rounds: int) -> list[int]:
+        return [self.round(length, rows) for _ in range(rounds)]
+
+
+def settle(machine: Machine, length: GoodputLength, rows: int) -> list[int]:
+    """Let it measure, then the choices of 200 rounds."""
+    machine.run(length, rows, 2000)
+    return machine.run(length, rows, 200)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_fixed_length_stays_whatever_happens(k):
+    length = FixedLength(k)
+    assert Machine(0.0).run(length, 4, 20) == [k] * 20
+    assert length.state_dict() == {}
+
+
+def test_the_length_with_the_best_goodput_is_found():
+    machine = Machine(0.8)
+    chosen = settle(machine, GoodputLength(6), 2)
+    best = max(machine.goodput(2, k) for k in range(7))
+    assert min(machine.goodput(2, k) for k in chosen) > 0.95 * best
+    assert min(chosen) >= 3
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [Machine(0.02), Machine(0.4, per_token=2.0, step=1.0), Machine(0.5, draft=8.0)],
+    ids=["never accepted", "costly positions", "costly drafts"],
+)
+def test_speculation_that_does_not_pay_stays_off_but_for_probes(machine):
+    chosen = settle(machine, GoodputLength(5), 8)
+    assert np.count_nonzero(chosen) <= 0.02 * len(chosen)
+
+
+def test_full_batches_go_without_and_the_tail_of_few_rows_drafts():
+    machine = Machine(0.6, step=10.0, per_token=3.0, draft=0.2)
+    length = GoodputLength(5)
+    for _ in range(20):
+        machine.run(length, 32, 100)
+        machine.run(length, 1, 40)
+    assert np.count_nonzero(machine.run(length, 32, 100)) <= 2
+    assert np.mean(machine.run(length, 1, 100)) > 1.5
+
+
+@pytest.mark.parametrize("accept", [0.05, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_a_choice_never_forecasts_less_than_plain_decoding(accept, rows):
+    machine, length = Machine(accept, per_token=0.5), GoodputLength(5)
+    for _ in range(600):
+        before = None if length.costs.forward.is_empty else length.forecast(rows)
+        state = length.state_dict()
+        k = machine.round(length, rows)
+        is_probe = k > 0 and state["current"] == 0 and length.state_dict()["rounds_off"] == 0
+        if before is not None and not is_probe:
+            assert before[k] * 1.03 >= before[0]
+
+
+def test_nothing_is_drafted_before_a_plain_step_was_measured():
+    assert GoodputLength(5).choose(4) == 0
+
+
+def test_probes_are_at_most_two_in_a_hundred_rounds_at_any_load():
+    for rows in (1, 8):
+        chosen = Machine(0.0, draft=5.0).run(GoodputLength(5), rows, 5000)
+        assert 0 < np.count_nonzero(chosen[200:]) <= 0.02 * 4800
+
+
+def test_speculation_comes_on_when_the_drafter_has_improved():
+    machine, length = Machine(0.02), GoodputLength(5)
+    machine.run(length, 2, 2000)
+    machine.accept = 0.85
+    later = machine.run(length, 2, 20_000)
+    assert np.mean(np.array(later[-500:]) > 0) > 0.95
+
+
+def test_speculation_goes_off_when_the_drafter_has_become_useless():
+    machine, length = Machine(0.85), GoodputLength(5)
+    assert np.mean(settle(machine, length, 4)) > 2
+    machine.accept = 0.0
+    assert np.mean(settle(machine, length, 4)) < 0.1
+
+
+def test_a_gain_below_three_percent_changes_nothing():
+    length = GoodputLength(1, CostProfile(Curve({1: 1.0, 2: 1.28}), Curve({1: 1e-6}), frozen=True))
+    length._rounds_off = 0
+    gain = length.forecast(1)[1] / length.forecast(1)[0]
+    assert 1.0 < gain < 1.03
+    assert length.choose(1) == 0
+    cheaper = GoodputLength(1, CostProfile(Curve({1: 1.0, 2: 1.2}), Curve({1: 1e-6}), frozen=True))
+    cheaper._rounds_off = 0
+    assert cheaper.choose(1) == 1
+
+
+def test_catching_up_is_charged_over_the_rounds_that_remain():
+    costs = CostProfile(Curve({1: 1.0, 100: 1.0}), Curve({1: 0.001}), frozen=True)
+    length = GoodputLength(1, costs)
+    length._rounds_off = 0
+    assert length.choose(1, backlog=100, remaining=1.0) == 1
+    forecast = length.forecast(1, backlog=100, remaining=13.0)
+    assert forecast[1] == pytest.approx(1.3 / (1.001 + 0.1 / 10))
+    assert forecast[0] == pytest.approx(1.0)
+
+
+def test_state_survives_json_and_goes_on_with_the_same_choices():
+    costs = CostProfile(Curve({1: 10.0, 64: 16.0}), Curve({1: 0.5}), frozen=True)
+    machine, length = Machine(0.5), GoodputLength(5, costs)
+    machine.run(length, 2, 137)
+    other = GoodputLength(5, costs)
+    other.load_state_dict(json.loads(json.dumps(length.state_dict())))
+    twin = Machine(0.5)
+    twin.rng.bit_generator.state = machine.rng.bit_generator.state
+    assert machine.run(length, 2, 300) == twin.run(other, 2, 300)
+    assert other.state_dict() == length.state_dict()

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from leadout.draft_length.costs import CostProfile, Curve
+from leadout.errors import ConfigError
+
+
+def test_between_points_the_forecast_is_linear():
+    curve = Curve({1: 10.0, 5: 14.0})
+    assert [curve.at(n) for n in (1, 2, 4, 5)] == pytest.approx([10.0, 11.0, 13.0, 14.0])
+
+
+def test_below_the_first_point_it_is_flat_and_beyond_the_last_it_keeps_the_mean_slope():
+    curve = Curve({4: 10.0, 8: 12.0})
+    assert (curve.at(1), curve.at(10)) == (10.0, pytest.approx(13.0))
+
+
+def test_one_point_alone_grows_in_proportion():
+    assert Curve({4: 10.0}).at(8) == 20.0
+
+
+def test_a_forecast_never_falls_with_more_tokens():
+    curve = Curve({1: 10.0, 2: 30.0, 4: 12.0})
+    assert [curve.at(n) for n in (2, 3, 4, 8)] == sorted(curve.at(n) for n in (2, 3, 4, 8))
+    assert curve.at(4) == 30.0
+
+
+def test_measurements_are_smoothed():
+    curve = Curve()
+    assert curve.is_empty
+    for seconds in (10.0, 20.0, 20.0):
+        curve.record(3, seconds)
+    assert curve.points() == {3: pytest.approx(13.6)}
+
+
+def test_a_round_costs_its_forward_pass_and_its_drafts():
+    costs = CostProfile(Curve({1: 10.0, 64: 73.0}), Curve({1: 2.0, 16: 17.0}))
+    assert costs.round_seconds(4, 0) == pytest.approx(13.0)
+    assert costs.round_seconds(4, 3) == pytest.approx(25.0 + 3 * 5.0)
+
+
+def test_unmeasured_drafts_count_as_a_tenth_of_a_plain_step():
+    assert CostProfile(Curve({1: 10.0, 64: 73.0})).round_seconds(4, 2) == pytest.approx(21.0 + 2 * 1.3)
+
+
+def test_rounds_are_recorded_by_tokens_and_drafts_by_rows():
+    costs = CostProfile()
+    costs.record(4, 3, 6.0, 20.0)
+    costs.record(4, 0, 0.0, 10.0)
+    assert costs.forward.points() == {16: 20.0, 4: 10.0}
+    assert costs.draft.points() == {4: 2.0}
+
+
+def test_catching_up_is_learnt_apart_from_drafting():
+    costs = CostProfile(Curve({1: 1.0, 100: 2.0}), Curve({4: 2.0}))
+    costs.record(4, 3, 16.0, 1.5, 50)
+    assert costs.draft.points() == {4: 2.0}
+    assert costs.catch_up_seconds(50) == pytest.approx(10.0)
+    assert costs.catch_up_seconds(0) == 0.0
+
+
+def test_a_frozen_profile_ignores_what_is_measured():
+    costs = CostProfile(Curve({1: 10.0}), Curve({1: 2.0}), frozen=True)
+    costs.record(1, 2, 100.0, 100.0)
+    assert (costs.is_frozen, costs.forward.points(), costs.draft.points()) == (True, {1: 10.0}, {1: 2.0})
+
+
+def test_a_file_gives_a_frozen_profile(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"forward": {"1": 0.01, "16": 0.02}, "draft": {"1": 0.001}}))
+    costs = CostProfile.read(path)
+    assert costs.is_frozen
+    assert costs.forward.points() == {1: 0.01, 16: 0.02}
+    assert costs.draft.points() == {1: 0.001}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "expected {"),
+        ("[]", "expected {"),
+        ('{"forward": {"1": 0.1}}', "'draft'"),
+        ('{"forward": {"1": 0.1}, "draft": 3}', "expected {"),
+        ('{"forward": {"one": 0.1}, "draft": {"1": 0.1}}', "'one'"),
+        ('{"forward": {"1": "slow"}, "draft": {"1": 0.1}}', "'slow'"),
+        ('{"forward": {"1": null}, "draft": {"1": 0.1}}', "NoneType"),
+        ('{"forward": {}, "draft": {"1": 0.1}}', "no points"),
+        ('{"forward": {"0": 0.1}, "draft": {"1": 0.1}}', "positive"),
+        ('{"forward": {"1": -0.1}, "draft": {"1": 0.1}}', "positive"),
+        ('{"forward": {"1": NaN}, "draft": {"1": 0.1}}', "positive"),
+    ],
+)
+def test_a_bad_profile_is_refused_in_one_line(tmp_path, text, message):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        CostProfile.read(path)
+    assert message in str(refused.value)
+    assert "cost_profile" in str(refused.value) and str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_profile_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cost_profile: no file .*gone\.json"):
+        CostProfile.read(tmp_path / "gone.json")
