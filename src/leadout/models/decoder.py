@@ -25,7 +25,8 @@ import torch.nn.functional as F
 
 from leadout.errors import CapacityError
 from leadout.models.kv import KVSlots
-from leadout.models.linear import LogitsHead, PackedLinear
+from leadout.models.layer import Layer, load_layer, place
+from leadout.models.linear import LogitsHead
 from leadout.models.native.check import native_decoder
 from leadout.models.native.decoder import NativeDecoder
 from leadout.models.spec import DecoderSpec
@@ -40,18 +41,6 @@ class DecoderStates:
     """After the final norm; `FusedDecoder.logits` takes it."""
     taps_BNF: torch.Tensor | None
     """Inputs of the tapped layers, concatenated in the order asked for; None without taps."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: torch.Tensor
-    qkv: PackedLinear
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    output: PackedLinear
-    post_norm: torch.Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +86,7 @@ class FusedDecoder:
         self.device = torch.device(device)
         self.max_len = max_len
         self._cos_PD, self._sin_PD = spec.rope.tables(max_len + 1, dtype, self.device)
-        self._layers: list[_Layer] = []
+        self._layers: list[Layer] = []
         eligible = native is not False and dtype is torch.bfloat16 and self.device.type == "cpu"
         self._native = native_decoder(spec, max_len) if eligible else None
         self._positions_P = torch.arange(max_len + 1, device=self.device)
@@ -129,37 +118,13 @@ class FusedDecoder:
             self._native.load(tensors)
             self._embedding = self._native.embedding
             return
-        embedding = self._place(tensors["model.embed_tokens.weight"])
-        norm = self._place(tensors["model.norm.weight"])
+        embedding = place(tensors["model.embed_tokens.weight"], self.dtype, self.device)
+        norm = place(tensors["model.norm.weight"], self.dtype, self.device)
         head = LogitsHead(embedding if self.spec.tied else tensors["lm_head.weight"].to(self.device), self.dtype)
-        layers = [self._load_layer(tensors, f"model.layers.{index}.") for index in range(self.spec.num_layers)]
+        layers = [
+            load_layer(self.spec, tensors, index, self.dtype, self.device) for index in range(self.spec.num_layers)
+        ]
         self._embedding, self._norm, self._head, self._layers = embedding, norm, head, layers
-
-    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An own copy: the learner goes on changing its tensors in place."""
-        return tensor.detach().to(device=self.device, dtype=self.dtype, copy=True).contiguous()
-
-    def _load_layer(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:
-        spec = self.spec
-
-        def linear(has_bias: bool, *names: str) -> PackedLinear:
-            weight = torch.cat([tensors[f"{prefix}{name}.weight"].to(self.device) for name in names])
-            bias = torch.cat([tensors[f"{prefix}{name}.bias"].to(self.device) for name in names]) if has_bias else None
-            return PackedLinear(weight, bias, self.dtype)
-
-        def norm(name: str) -> torch.Tensor:
-            return self._place(tensors[f"{prefix}{name}.weight"])
-
-        return _Layer(
-            input_norm=norm("input_layernorm"),
-            qkv=linear(spec.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            query_norm=norm("self_attn.q_norm") if spec.qk_norm else None,
-            key_norm=norm("self_attn.k_norm") if spec.qk_norm else None,
-            output=linear(spec.output_bias, "self_attn.o_proj"),
-            post_norm=norm("post_attention_layernorm"),
-            gate_up=linear(spec.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
-            down=linear(spec.mlp_bias, "mlp.down_proj"),
-        )
 
     @torch.no_grad()
     def forward(
@@ -278,9 +243,7 @@ class FusedDecoder:
             return mask_BNL[:, None]
         return mask_BNL.repeat(1, self.spec.group_size, 1)[:, None]
 
-    def _attention(
-        self, layer: _Layer, index: int, hidden_XH: torch.Tensor, kv: KVSlots, block: _Block
-    ) -> torch.Tensor:
+    def _attention(self, layer: Layer, index: int, hidden_XH: torch.Tensor, kv: KVSlots, block: _Block) -> torch.Tensor:
         spec, batch, width = self.spec, block.batch, block.width
         num_rotated = spec.num_heads + spec.num_kv_heads
         qkv_XO = layer.qkv(self._rms_norm(hidden_XH, layer.input_norm))
@@ -311,7 +274,7 @@ class FusedDecoder:
         mixed_XI = mixed.view(unfolded).permute(0, 3, 1, 2, 4).reshape(batch * width, -1)
         return layer.output.add_to(hidden_XH, mixed_XI)
 
-    def _mlp(self, layer: _Layer, hidden_XH: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, layer: Layer, hidden_XH: torch.Tensor) -> torch.Tensor:
         gate_up = layer.gate_up(self._rms_norm(hidden_XH, layer.post_norm))
         size = self.spec.intermediate_size
         active = F.silu(gate_up[:, :size]).mul_(gate_up[:, size:])
