@@ -80,10 +80,11 @@ class Law:
     def from_weights(cls, weights_XV: torch.Tensor) -> Law:
         """Wrap non-negative weights; every row must have a positive sum."""
         vocab_size = weights_XV.shape[-1]
-        blocks = -(-vocab_size // _BLOCK)
-        if blocks * _BLOCK != vocab_size:
-            weights_XV = torch.nn.functional.pad(weights_XV, (0, blocks * _BLOCK - vocab_size))
-        block_sums_XC = weights_XV.reshape(-1, blocks, _BLOCK).sum(-1)
+        block = min(_BLOCK, vocab_size)
+        blocks = -(-vocab_size // block)
+        if blocks * block != vocab_size:
+            weights_XV = torch.nn.functional.pad(weights_XV, (0, blocks * block - vocab_size))
+        block_sums_XC = weights_XV.reshape(-1, blocks, block).sum(-1)
         return cls(weights_XV, block_sums_XC, block_sums_XC.double().sum(-1))
 
     @classmethod
@@ -122,10 +123,11 @@ class Law:
         before_X = cumulative_XC.gather(-1, block_X[:, None]).squeeze(-1)
         before_X = before_X - self.block_sums_XC.gather(-1, block_X[:, None]).squeeze(-1).double()
         blocks = self.block_sums_XC.shape[-1]
+        block = self.weights_XV.shape[-1] // blocks
         index_X = torch.arange(block_X.shape[0], device=block_X.device)
-        inside_XK = self.weights_XV.reshape(-1, blocks, _BLOCK)[index_X, block_X]
+        inside_XK = self.weights_XV.reshape(-1, blocks, block)[index_X, block_X]
         offset_X = _first_above(inside_XK.double().cumsum(-1), inside_XK, target_X - before_X)
-        return block_X * _BLOCK + offset_X
+        return block_X * block + offset_X
 
 
 def native_for(x_XV: torch.Tensor) -> NativeLibrary | None:
