@@ -21,7 +21,7 @@ def padded(rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
     return logits_XV[:, :vocab_size]
 
 
-@pytest.mark.parametrize("vocab_size", [5, 512, 700, 2049])
+@pytest.mark.parametrize("vocab_size", [512, 700, 2049])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_the_law_is_that_of_the_torch_operators(vocab_size: int, temperature: float) -> None:
     logits_XV = padded(6, vocab_size)

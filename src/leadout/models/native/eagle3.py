@@ -6,6 +6,7 @@ Axes: as in `leadout.drafters.eagle3_cache`.
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
 from collections.abc import Sequence
 
@@ -18,6 +19,8 @@ from leadout.models.native.check import usable_library
 from leadout.models.native.library import LAW_BLOCK, EntryFields, HeadFields, NativeLibrary
 from leadout.models.native.scratch import Scratch
 
+_log = logging.getLogger(__name__)
+
 _LANES = 16
 
 
@@ -26,7 +29,15 @@ def native_head(head: Eagle3Head, num_slots: int, num_positions: int) -> NativeE
     spec = head.spec
     aligned = not any(size % _LANES for size in (spec.hidden_size, spec.intermediate_size, spec.target_hidden_size))
     library = usable_library()
-    if library is None or not aligned or not library.functions.lo_has_kernels(spec.head_dim):
+    if library is None:
+        return None
+    if not aligned or not library.functions.lo_has_kernels(spec.head_dim):
+        _log.warning(
+            "the draft head runs on PyTorch operators: hidden %d, inner %d or head size %d do not suit the kernels",
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.head_dim,
+        )
         return None
     return NativeEagle3(library, head, num_slots, num_positions)
 
