@@ -17,12 +17,13 @@ NAMES = [str(path.relative_to(SOURCE)) for path in FILES]
 
 STAGES = {"data", "rollout", "reward", "logprob", "train", "refit"}
 BASE = {"records", "interfaces", "errors", "clock"}
-LOWER = BASE | {"text", "models", "drafters", "draft_length", "batch"}
+LOWER = BASE | {"storage", "text", "models", "drafters", "draft_length", "batch"}
 
 MAY_IMPORT = {
     "__init__": set(),
     "records": set(),
     "errors": set(),
+    "storage": {"errors"},
     "config": set(),
     "interfaces": {"records"},
     "clock": {"records"},
@@ -31,7 +32,7 @@ MAY_IMPORT = {
     "batch": BASE,
     "recipe": {"config", "errors"},
     "draft_length": BASE,
-    "models": BASE | {"text", "draft_length"},
+    "models": BASE | {"storage", "text", "draft_length"},
     "drafters": BASE | {"text", "draft_length", "models"},
     **dict.fromkeys(STAGES, LOWER),
     "pipeline": BASE | {"metrics", "draft_length"},

@@ -43,6 +43,10 @@ class CheckpointError(LeadoutError):
     """A run folder cannot be resumed."""
 
 
+class TrainingError(LeadoutError):
+    """Numbers of the run are no longer finite."""
+
+
 class AuditError(LeadoutError):
     """The rollouts were not drawn from the policy."""
 

@@ -119,7 +119,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = (
-            (self.temperature >= 0.0, f"temperature must be >= 0, got {self.temperature}"),
+            (
+                self.temperature == 0.0 or self.temperature >= 1e-5,
+                f"temperature must be 0 (greedy) or at least 1e-5, got {self.temperature}",
+            ),
             (0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}"),
             (self.top_k >= -1, f"top_k must be >= -1 (0 or -1 is off), got {self.top_k}"),
             (0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}"),

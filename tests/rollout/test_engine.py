@@ -1,8 +1,10 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from leadout.errors import CapacityError, ConfigError, RefitError
+from leadout.errors import CapacityError, ConfigError, ModelError, RefitError
 from leadout.records import Finish, RolloutId, Source, TensorSpec, WeightUpdate
 from tests.rollout.fakes import (
     OracleDrafter,
@@ -293,3 +295,24 @@ def test_a_trace_holds_every_verified_draft_with_its_probabilities():
     for row, position in enumerate(trace.position_D):
         assert trace.probs_DV[row].tolist() == pytest.approx(q[context[position]].tolist(), abs=1e-6)
         assert trace.draft_prob_D[row] == trace.probs_DV[row, trace.draft_D[row]]
+
+
+@pytest.mark.parametrize("finish", [Finish.EOS, Finish.STOP])
+def test_a_rollout_that_ended_by_itself_is_not_continued(finish):
+    done = plain_rollouts(make_requests(1, max_new_tokens=4))[RolloutId(0, 0)]
+    given = dataclasses.replace(done, finish=finish)
+    request = dataclasses.replace(make_requests(1, max_new_tokens=12)[0], given=given)
+    assert generate(make_engine(TABLE)[0], [request])[RolloutId(0, 0)].token_ids.tolist() == done.token_ids.tolist()
+
+
+def test_a_continuation_that_fills_the_context_ends_there():
+    done = plain_rollouts(make_requests(1, max_new_tokens=6), max_len=8)[RolloutId(0, 0)]
+    request = dataclasses.replace(make_requests(1, max_new_tokens=12)[0], given=done)
+    over = generate(make_engine(TABLE, max_len=8)[0], [request])[RolloutId(0, 0)]
+    assert (over.length, over.finish) == (6, Finish.CONTEXT)
+
+
+def test_a_drafter_of_broken_weights_is_an_error_and_not_a_bias():
+    engine, _ = make_engine(TABLE, drafter=TableDrafter(torch.full((6, 6), torch.nan), 8), draft_length=2)
+    with pytest.raises(ModelError, match="not finite"):
+        generate(engine, make_requests(1))

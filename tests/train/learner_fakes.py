@@ -95,7 +95,7 @@ def make_group(
         for sibling, tokens in enumerate(completions)
     )
     masks = masked or [False] * len(completions)
-    scores = tuple(Score(reward=r, parts={}, text="", masked=m) for r, m in zip(rewards, masks))
+    scores = tuple(Score(reward=r, parts={"task": r}, text="", masked=m) for r, m in zip(rewards, masks))
     return Group(prompt=prompt, rollouts=rollouts, scores=scores)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -58,3 +60,13 @@ def test_the_share_of_groups_without_signal_is_counted():
 def test_no_groups_have_no_share_and_no_advantages():
     assert zero_std_share([]) == 0.0
     assert advantages([], "batch") == []
+
+
+def test_rollouts_that_no_function_judged_do_not_count_in_the_mean():
+    group = groups_of([1.0, 0.0, 1.0, 0.0])[0]
+    scores = tuple(
+        score if score.reward else dataclasses.replace(score, parts={}, masked=True) for score in group.scores
+    )
+    (got,) = advantages([dataclasses.replace(group, scores=scores)], "group")
+    assert got.tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert zero_std_share([dataclasses.replace(group, scores=scores)]) == 1.0

@@ -195,7 +195,7 @@ def _conclude(sample: AuditSample, results: list[TestResult], short: tuple[Short
             f"{sample.skipped} tokens are not of the learner's version and {sample.unfinished} rollouts did not "
             "finish: what is left is a selected sample; generate again without updates and errors"
         )
-    if sample.ambiguous_share > MAX_AMBIGUOUS and not sample.params.is_greedy:
+    if sample.ambiguous_share > MAX_AMBIGUOUS:
         return Outcome.COULD_NOT_JUDGE, (
             f"{sample.ambiguous_share:.0%} of the tokens lie where rounding decides the filters; "
             f"at most {MAX_AMBIGUOUS:.0%} can be left out (audit in float32, or with looser filters)"

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from leadout.drafters.eagle3_cache import Eagle3Cache
-from leadout.errors import RefitError
+from leadout.errors import ModelError, RefitError
 from leadout.interfaces import Draft, DraftProbs, Noise
 from leadout.models.eagle3 import Eagle3Head
 from leadout.models.sampling import Law, ParamsBatch, filter_weights, tempered_weights
@@ -155,6 +155,11 @@ class Eagle3Drafter:
         """One draft per row and the law it was drawn from (empty when greedy)."""
         if self._greedy:
             return logits_BV.argmax(-1), logits_BV[:, :0]
+        if not bool(torch.isfinite(logits_BV.sum())):
+            raise ModelError(
+                "the draft head gives logits that are not finite: its weights are broken; start it anew or from "
+                "another checkpoint, or set rollout.speculative_config: null"
+            )
         if params.any_filters or params.any_greedy:
             # q may be any known law; filtering it like p wastes fewer drafts on tokens p cannot emit.
             law = Law.from_weights(filter_weights(tempered_weights(logits_BV, params), params))

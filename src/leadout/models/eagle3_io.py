@@ -24,6 +24,8 @@ from leadout.errors import ModelError
 from leadout.models.eagle3 import Eagle3Head
 from leadout.models.eagle3_spec import Eagle3Spec
 from leadout.models.rope import RopeSpec
+from leadout.models.weights import is_finite
+from leadout.storage import writing
 
 REFUSED = {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0, "norm_output": False, "hidden_act": "silu"}
 """Fields that would change the forward pass, with the only value it has here."""
@@ -39,7 +41,11 @@ def write_eagle3(head: Eagle3Head, folder: Path) -> None:
 
 
 def read_eagle3(
-    folder: Path, *, policy: Mapping[str, Tensor] | None = None, target_hidden_size: int | None = None
+    folder: Path,
+    *,
+    policy: Mapping[str, Tensor] | None = None,
+    target_hidden_size: int | None = None,
+    num_layers: int | None = None,
 ) -> Eagle3Head:
     """Read a head in the dtype of its file.
 
@@ -48,13 +54,16 @@ def read_eagle3(
         policy: The policy's state dict; lends its `lm_head` to a head that was saved without one and whose
             vocabulary is the policy's, and its shapes are checked against the config.
         target_hidden_size: The policy's width, if only that is known.
+        num_layers: The policy's layers; the head may tap none beyond them.
 
     Raises:
         ModelError: files missing, truncated or of another architecture; tensors missing, extra or misshapen; no
-            `d2t` for a reduced vocabulary; no layer ids; another policy than the head was made for.
+            `d2t` for a reduced vocabulary; layer ids missing or not the policy's; numbers that are not finite; another
+            policy than the head was made for.
 
     """
     spec = read_spec(folder)
+    _check_layer_ids(spec, folder, num_layers)
     embedding = None if policy is None else policy["model.embed_tokens.weight"]
     if embedding is not None:
         target_hidden_size = int(embedding.shape[1])
@@ -68,7 +77,9 @@ def read_eagle3(
             f"{folder}: expected a head for the policy's hidden size {target_hidden_size}, "
             f"got {spec.target_hidden_size}; use a head trained for this policy"
         )
-    tensors = _canonical(_read_tensors(folder), spec)
+    stored = _read_tensors(folder)
+    _check_numbers(stored, folder)
+    tensors = _canonical(stored, spec)
     if "lm_head.weight" not in tensors and policy is not None and not spec.is_reduced:
         lent_VH = policy.get("lm_head.weight", policy["model.embed_tokens.weight"])
         if lent_VH.shape[1] == spec.hidden_size:
@@ -150,9 +161,13 @@ def read_spec(folder: Path) -> Eagle3Spec:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"{folder}: expected a draft head folder with config.json, found none") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: expected JSON, got {error}; copy the file again") from error
-    layer = {**config.pop("transformer_layer_config", {}), **config}
+    nested = config.pop("transformer_layer_config", {}) if isinstance(config, dict) else None
+    if not isinstance(config, dict) or not isinstance(nested, dict):
+        got = type(nested if isinstance(config, dict) else config).__name__
+        raise ModelError(f"{path}: expected a JSON object with the head's fields, got {got}; copy the file again")
+    layer = {**nested, **config}
     _refuse_foreign(layer, path)
     try:
         hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
@@ -178,12 +193,13 @@ def read_spec(folder: Path) -> Eagle3Spec:
         raise ModelError(
             f"{path}: expected the field {error.args[0]}, found none; add it as the head was trained"
         ) from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"{path}: expected numbers in the head's fields, got {error}") from error
 
 
 def _refuse_foreign(layer: Mapping[str, Any], path: Path) -> None:
-    architecture = (layer.get("architectures") or [""])[0]
+    named = layer.get("architectures") or [""]
+    architecture = str(named[0] if isinstance(named, list) else named)
     if "eagle3" not in architecture.lower() and layer.get("speculators_model_type") != "eagle3":
         raise ModelError(f"{path}: expected architectures LlamaForCausalLMEagle3, got {architecture or 'none'}")
     if layer.get("num_hidden_layers", 1) != 1:
@@ -206,6 +222,29 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"{folder}: expected a whole weight file, got {reason}; copy it again") from error
     raise ModelError(f"{folder}: expected model.safetensors or pytorch_model.bin, found neither")
+
+
+def _check_layer_ids(spec: Eagle3Spec, folder: Path, num_layers: int | None) -> None:
+    lowest, highest = min(spec.layer_ids), max(spec.layer_ids)
+    if lowest < 0 or (num_layers is not None and highest >= num_layers):
+        known = "not be negative" if num_layers is None else f"lie in 0..{num_layers - 1} (the policy's layers)"
+        raise ModelError(
+            f"{folder}: expected eagle_aux_hidden_state_layer_ids to {known}, got {list(spec.layer_ids)}; "
+            "use a head trained for this policy"
+        )
+
+
+def _check_numbers(tensors: object, folder: Path) -> None:
+    """Refuse weights that are not finite, matrices that hold no fractions, and maps that do."""
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ModelError(f"{folder}: expected a weight file with named tensors, got something else; export it again")
+    for name, tensor in tensors.items():
+        is_map = str(name).removeprefix("model.") in ("d2t", "t2d")
+        if is_map == tensor.is_floating_point():
+            expected = "whole numbers" if is_map else "floating-point numbers"
+            raise ModelError(f"{folder}: expected {name} to hold {expected}, got {tensor.dtype}; export it again")
+        if not is_map and not is_finite(tensor):
+            raise ModelError(f"{folder}: expected finite numbers in {name}, got NaN or infinity; use another checkpoint")
 
 
 def _canonical(tensors: Mapping[str, Tensor], spec: Eagle3Spec) -> dict[str, Tensor]:
@@ -249,7 +288,8 @@ def _replace(path: Path, write: Any) -> None:
     os.close(handle)
     temporary = Path(name)
     try:
-        write(temporary)
+        with writing(path):
+            write(temporary)
         temporary.chmod(0o644)
         temporary.replace(path)
     finally:

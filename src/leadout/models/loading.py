@@ -9,18 +9,22 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from leadout.errors import ModelError
 from leadout.models.aliases import ALIASES, Progress, fetch
+from leadout.models.weights import is_finite, shortened
+from leadout.text import checked_token_ids
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _LOOKUP_SECONDS = 10.0
@@ -61,7 +65,7 @@ def _from_hub(name: str) -> Path:
     if cached is not None and (cached / "config.json").is_file() and _weight_files(cached):
         return cached
     try:
-        _check_reachable(constants.ENDPOINT)
+        check_reachable(constants.ENDPOINT)
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES, etag_timeout=_LOOKUP_SECONDS))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
@@ -70,7 +74,7 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
-def _check_reachable(endpoint: str) -> None:
+def check_reachable(endpoint: str) -> None:
     """Ask the hub once; its client's own retries would stall for minutes without a network. Raises OSError."""
     if constants.HF_HUB_OFFLINE:
         raise OSError("HF_HUB_OFFLINE is set")
@@ -97,19 +101,23 @@ def end_token_ids(path: Path) -> tuple[int, ...]:
     """Tokens that end a text: those of generation_config.json where it names any, else those of config.json.
 
     Chat models often end a turn with another token than a document, and say so in generation_config.json only.
+
+    Raises:
+        ModelError: a file is no JSON object, or names ids that are no token ids of the model.
+
     """
     generation = path / "generation_config.json"
+    config = read_config(path)
     named = _read_json(generation).get("eos_token_id") if generation.is_file() else None
-    value = read_config(path).get("eos_token_id") if named is None else named
-    if value is None:
-        return ()
-    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
+    size = config.get("vocab_size")
+    file, value = (path / "config.json", config.get("eos_token_id")) if named is None else (generation, named)
+    return checked_token_ids(value, size if isinstance(size, int) else None, f"{file}: eos_token_id")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"expected JSON in {file}, got: {_first_line(error)}") from error
     if not isinstance(config, dict):
         raise ModelError(f"expected a JSON object in {file}, got {type(config).__name__}")
@@ -120,7 +128,7 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a model folder's safetensors, one file after another (one file, or shards with an index).
 
     Raises:
-        ModelError: no safetensors, a missing shard, or a damaged file.
+        ModelError: no safetensors, a missing shard, a damaged file, or numbers that are not finite.
 
     """
     files = _weight_files(path)
@@ -132,7 +140,7 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 for name in reader.keys():  # noqa: SIM118 (not a mapping)
                     # Old Llama checkpoints store the rotary frequencies, which follow from the config.
                     if not name.endswith(".rotary_emb.inv_freq"):
-                        yield name, reader.get_tensor(name)
+                        yield name, _checked(reader.get_tensor(name), name, path)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read {file}: {_first_line(error)}; the file is missing or damaged") from error
 
@@ -140,7 +148,10 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        listed = _read_json(index).get("weight_map")
+        shards = list(listed.values()) if isinstance(listed, dict) else [None]
+        if not all(isinstance(shard, str) for shard in shards):
+            raise ModelError(f"expected weight_map in {index} to name a file for every tensor; copy the file again")
         return [path / shard for shard in sorted(set(shards))]
     single = path / "model.safetensors"
     return [single] if single.is_file() else []
@@ -150,18 +161,64 @@ def load_policy(path: Path, dtype: torch.dtype) -> Any:
     """The learner's model, an `AutoModelForCausalLM` in evaluation mode with PyTorch's fused attention.
 
     Raises:
-        ModelError: the folder does not hold a causal language model that transformers can load.
+        ModelError: the folder does not hold a causal language model that transformers can load, a tensor is missing,
+            of another shape or unknown (the head of a tied model may be left out), or a number is not finite.
 
     """
     read_config(path)
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-        ).eval()
-    except (ValueError, OSError, KeyError, RuntimeError) as error:
+        with _quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+            )
+    except SafetensorError as error:
+        raise ModelError(
+            f"cannot read the weights in {path}: {_first_line(error)}; the file is damaged, copy it again"
+        ) from error
+    except (ValueError, OSError, LookupError, TypeError, RuntimeError, StrictDataclassError) as error:
         raise ModelError(
             f"transformers cannot load a causal language model from {path}: {_first_line(error)}"
         ) from error
+    _check_loaded(info, path)
+    for name, parameter in model.named_parameters():
+        _checked(parameter.detach(), name, path)
+    return model.eval()
+
+
+def _check_loaded(info: Mapping[str, Any], path: Path) -> None:
+    """transformers fills what a checkpoint lacks with random numbers and only warns of it."""
+    missing = sorted(info["missing_keys"])
+    misshapen = sorted(f"{name} {tuple(found)} for {tuple(wanted)}" for name, found, wanted in info["mismatched_keys"])
+    unexpected = sorted(name for name in info["unexpected_keys"] if not name.endswith(".rotary_emb.inv_freq"))
+    if missing or misshapen or unexpected:
+        parts = (("missing", missing), ("of another shape", misshapen), ("unexpected", unexpected))
+        raise ModelError(
+            f"{path}: expected exactly the tensors of its config.json, "
+            f"got {'; '.join(f'{what} {shortened(names)}' for what, names in parts if names)}; "
+            "config and weights do not belong together or the copy is incomplete, copy the folder again"
+        )
+
+
+def _checked(tensor: torch.Tensor, name: str, path: Path) -> torch.Tensor:
+    if not is_finite(tensor):
+        raise ModelError(f"{path}: expected finite numbers in {name}, got NaN or infinity; use another checkpoint")
+    return tensor
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No report of transformers while it loads: what is wrong with the tensors becomes one error line."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def _first_line(error: Exception) -> str:

@@ -36,7 +36,7 @@ def check_tensors(spec: DecoderSpec, tensors: Mapping[str, torch.Tensor]) -> Non
     missing = sorted(expected.keys() - tensors.keys())
     extra = sorted(tensors.keys() - expected.keys() - ({_HEAD} if spec.tied else set()))
     if missing or extra:
-        raise ModelError(f"weights do not fit the config: missing {_names(missing)}; unknown {_names(extra)}")
+        raise ModelError(f"weights do not fit the config: missing {shortened(missing)}; unknown {shortened(extra)}")
     for name, shape in expected.items():
         if tuple(tensors[name].shape) != shape:
             raise ModelError(f"expected {name} of shape {shape}, got {tuple(tensors[name].shape)}")
@@ -44,6 +44,17 @@ def check_tensors(spec: DecoderSpec, tensors: Mapping[str, torch.Tensor]) -> Non
         raise ModelError(
             "the config says tied embeddings, but lm_head.weight is not the embedding; correct one of them"
         )
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a floating-point tensor holds neither NaN nor infinity.
+
+    One sum decides almost always, since both survive it; only a sum that overflows is looked at element by element.
+    """
+    if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        return True
+    total = tensor.sum(dtype=torch.float64 if tensor.dtype is torch.float64 else torch.float32)
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
 
 
 def _layer_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
@@ -72,6 +83,7 @@ def _layer_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _names(names: Sequence[str], limit: int = 5) -> str:
+def shortened(names: Sequence[str], limit: int = 5) -> str:
+    """Names with commas, the first few only; "none" without any."""
     shown = ", ".join(names[:limit]) or "none"
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -48,7 +48,7 @@ def completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """`completions/*` over all rollouts, and `tokens/{prompt,completion}` sums.
 
     Lengths count every token of a completion, the end-of-sequence token included. `clipped_ratio`: share that ran
-    out of tokens or context. `empty_ratio`, `masked_ratio`, `failed_ratio`: share without a token, excluded from
+    out of tokens or context. `empty_ratio`, `masked_ratio`, `failed_ratio`: share without any text, excluded from
     training, or ended by an error or a cancellation. `*_terminated_length`: over those not clipped, absent if none.
     `tokens/prompt` counts the prompt of a group once; `tokens/completion` counts tokens the policy made.
     """
@@ -58,13 +58,18 @@ def completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
     masked = [score.masked for group in groups for score in group.scores]
     lengths_N = np.array([rollout.length for rollout in rollouts])
     clipped_N = np.array([rollout.is_truncated for rollout in rollouts])
+    empty = [
+        not rollout.length or not score.text
+        for group in groups
+        for rollout, score in zip(group.rollouts, group.scores, strict=True)
+    ]
     failed = [rollout.finish in (Finish.ERROR, Finish.CANCELLED) for rollout in rollouts]
     metrics = _length_metrics("length", lengths_N)
     if not clipped_N.all():
         metrics |= _length_metrics("terminated_length", lengths_N[~clipped_N])
     return metrics | {
         "completions/clipped_ratio": float(clipped_N.mean()),
-        "completions/empty_ratio": float(np.mean(lengths_N == 0)),
+        "completions/empty_ratio": float(np.mean(empty)),
         "completions/masked_ratio": float(np.mean(masked)),
         "completions/failed_ratio": float(np.mean(failed)),
         "tokens/prompt": float(sum(len(group.prompt.token_ids) for group in groups)),

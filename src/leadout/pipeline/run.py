@@ -183,10 +183,10 @@ class Run:
         self._saved_step = 0 if state is None else state.step
         return state
 
-    def _explain_hold(self) -> None:
-        self.progress.message(
-            "finishing this step first; Ctrl-C again stops now and loses what came after the checkpoint"
-        )
+    @staticmethod
+    def _explain_hold() -> None:
+        """Called in the signal handler, perhaps in the midst of printing: written past the console's own state."""
+        os.write(2, b"\nfinishing this step first; Ctrl-C again stops now and loses what came after the checkpoint\n")
 
     def _explain_stop(self) -> str:
         after = f"after step {self._saved_step}, state saved" if self._saved_step else "before any state was saved"

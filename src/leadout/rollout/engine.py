@@ -84,15 +84,19 @@ class NativeGenerator:
         """Queue requests. Raises CapacityError for a prompt that leaves no room, ConfigError for impossible ones."""
         known = {request.rollout_id for request in self._waiting}
         known.update(row.request.rollout_id for row in self._rows.values())
+        waiting, done = [], []
         for request in requests:
+            over = already_over(request, self._parts.max_len)
+            if over is not None:
+                done.append(over)
+                continue
             self._check(request, known)
             known.add(request.rollout_id)
-        for request in requests:
-            over = already_over(request)
-            if over is not None:
-                self._done.append(over)
-            else:
-                self._waiting.append(request)
+            # Nothing was given: the first token belongs to no round, as in any fresh rollout.
+            fresh = request.given is not None and request.given.length == 0
+            waiting.append(replace(request, given=None) if fresh else request)
+        self._waiting.extend(waiting)
+        self._done.extend(done)
 
     def _check(self, request: Request, known: set[RolloutId]) -> None:
         if request.rollout_id in known:

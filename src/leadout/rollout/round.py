@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from leadout.draft_length.controller import RoundOutcome
+from leadout.errors import ModelError
 from leadout.interfaces import Draft
 from leadout.models.sampling import ParamsBatch
 from leadout.records import FloatArray, IntArray, Trace
@@ -108,6 +109,11 @@ def _propose(parts: EngineParts, live: LiveRows, lengths_B: Ints, numbers: Round
     if parts.drafter is None or not lengths_B.any():
         return None
     draft = parts.drafter.propose(live.slots, lengths_B, numbers)
+    if draft.probs is not None and not bool(torch.isfinite(draft.probs.values_BKV.sum())):
+        raise ModelError(
+            "the drafter gives probabilities that are not finite: its weights are broken; start it anew or from "
+            "another checkpoint, or set rollout.speculative_config: null"
+        )
     return draft if draft.counts_B.any() else None
 
 

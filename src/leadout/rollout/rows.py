@@ -240,8 +240,17 @@ def unstarted(request: Request) -> Rollout:
     )
 
 
-def already_over(request: Request) -> Rollout | None:
-    """A request whose given tokens already use up its length ends at once."""
-    if request.given is None or request.given.length < request.params.max_new_tokens:
+def already_over(request: Request, max_len: int) -> Rollout | None:
+    """A request whose given tokens leave nothing to generate ends at once: they ended by themselves, use up the
+    length, or fill the context.
+    """
+    given = request.given
+    if given is None:
         return None
-    return replace(request.given, request_id=request.rollout_id, finish=Finish.LENGTH, stop=None)
+    if given.finish in (Finish.EOS, Finish.STOP):
+        return replace(given, request_id=request.rollout_id)
+    if given.length >= request.params.max_new_tokens:
+        return replace(given, request_id=request.rollout_id, finish=Finish.LENGTH, stop=None)
+    if len(request.prompt.token_ids) + given.length >= max_len:
+        return replace(given, request_id=request.rollout_id, finish=Finish.CONTEXT, stop=None)
+    return None

@@ -22,8 +22,9 @@ EPSILON = 1e-4
 def advantages(groups: Sequence[Group], scale: Scale) -> list[npt.NDArray[np.float64]]:
     """Reward minus the mean of its group, divided by a standard deviation (one degree of freedom less).
 
-    A group of equal rewards gives exact zeros. Masked rollouts count in the mean and the deviation, since their reward
-    says how hard the prompt is, and have advantage 0 themselves.
+    A group of equal rewards gives exact zeros. Truncated rollouts that are masked count in the mean and the deviation,
+    since their reward says how hard the prompt is, and have advantage 0 themselves; rollouts that no function could
+    judge have no reward and count nowhere.
 
     Args:
         groups: All groups of the step.
@@ -33,17 +34,17 @@ def advantages(groups: Sequence[Group], scale: Scale) -> list[npt.NDArray[np.flo
         Per group f64[G], in sibling order.
 
     """
-    rewards = [np.array([score.reward for score in group.scores], np.float64) for group in groups]
-    pooled = np.concatenate(rewards) if rewards else np.zeros(0)
-    batch_std = _std(pooled)
+    pooled = [_judged(group) for group in groups]
+    batch_std = _std(np.concatenate(pooled)) if pooled else 0.0
     result = []
-    for group, reward_G in zip(groups, rewards):
-        if _all_equal(reward_G):
+    for group, judged in zip(groups, pooled):
+        reward_G = np.array([score.reward for score in group.scores], np.float64)
+        if _all_equal(judged):
             result.append(np.zeros_like(reward_G))
             continue
-        centred_G = reward_G - reward_G.mean()
+        centred_G = reward_G - judged.mean()
         if scale != "none":
-            centred_G /= (_std(reward_G) if scale == "group" else batch_std) + EPSILON
+            centred_G /= (_std(judged) if scale == "group" else batch_std) + EPSILON
         masked_G = np.array([score.masked for score in group.scores])
         result.append(np.where(masked_G, 0.0, centred_G))
     return result
@@ -53,8 +54,13 @@ def zero_std_share(groups: Sequence[Group]) -> float:
     """Share of groups whose rewards are all equal: they teach nothing. TRL's `frac_reward_zero_std`."""
     if not groups:
         return 0.0
-    equal = [_all_equal(np.array([score.reward for score in group.scores])) for group in groups]
+    equal = [_all_equal(_judged(group)) for group in groups]
     return sum(equal) / len(equal)
+
+
+def _judged(group: Group) -> npt.NDArray[np.float64]:
+    """Rewards of the rollouts that some function could judge."""
+    return np.array([score.reward for score in group.scores if score.parts or not score.masked], np.float64)
 
 
 def _all_equal(reward_G: npt.NDArray[np.float64]) -> bool:

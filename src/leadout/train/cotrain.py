@@ -10,6 +10,7 @@ Axes: R response tokens of a pack, V draft vocabulary, B rollouts, L query colum
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class _StepSums:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     tokens: int = 0
+    skipped: int = 0
+    """Updates left out because their loss or gradient was not finite."""
 
 
 class DraftTrainer:
@@ -108,6 +111,8 @@ class DraftTrainer:
         if sums.losses:
             self.version += 1
         metrics = {"draft/version": float(self.version), "draft/updates": float(len(sums.losses))}
+        if sums.skipped:
+            metrics["draft/skipped_updates"] = float(sums.skipped)
         if sums.losses:
             metrics["draft/loss"] = float(np.mean(sums.losses))
             metrics["draft/grad_norm"] = float(np.mean(sums.grad_norms))
@@ -204,6 +209,11 @@ class DraftTrainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.max_grad_norm)
+        if not (math.isfinite(loss) and bool(torch.isfinite(norm))):
+            # A drafter of nan weights would stop the generator; one that stays as it was only drafts a little worse.
+            self._optimizer.zero_grad(set_to_none=True)
+            self._sums.skipped += 1
+            return
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1

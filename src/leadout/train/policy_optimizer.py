@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from leadout.errors import TrainingError
 from leadout.train.settings import OptimizerSettings
 
 
@@ -34,14 +35,27 @@ class PolicyOptimizer:
         return scheduled_learning_rate(self.settings, self.updates)
 
     def update(self) -> float:
-        """Clip the gathered gradients, take one step, drop them; returns their norm before clipping."""
+        """Clip the gathered gradients, take one step, drop them; returns their norm before clipping.
+
+        Raises TrainingError when gradients or weights are not finite: nothing that follows would be worth keeping, and
+        the run ends before it replaces a good checkpoint.
+        """
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.max_grad_norm)
+        self._require_finite("gradient", norm)
         for group in self._adamw.param_groups:
             group["lr"] = self.learning_rate
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         self.updates += 1
+        self._require_finite("weights", torch.stack(torch._foreach_norm([p.detach() for p in self._parameters])))
         return float(norm)
+
+    def _require_finite(self, what: str, norms: torch.Tensor) -> None:
+        if not bool(torch.isfinite(norms).all()):
+            raise TrainingError(
+                f"expected finite {what} of the policy, got inf or nan around update {self.updates} at learning rate "
+                f"{self.learning_rate:g}; lower optim.learning_rate and resume from the last checkpoint"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and the count of updates."""
