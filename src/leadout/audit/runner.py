@@ -23,8 +23,8 @@ Score = Callable[[Sequence[Rollout]], Iterable[Scores]]
 Progress = Callable[[int, int, int], None]
 """Called with (rollouts done, rollouts in all, tokens so far)."""
 
-SCORED_TOGETHER = 16
-"""Rollouts handed to `score` at once: its forward pass is cheaper for several, and siblings share their prompt."""
+SCORED_TOGETHER = 64
+"""Rollouts handed to `score` at once, those of one prompt next to each other: they can share its forward pass."""
 FLOOR_TOKENS = 4000
 """About as many tokens measure the rounding floors that need sorting."""
 
@@ -39,13 +39,15 @@ def run_audit(
     version: int | None = None,
     demands: Demands | None = None,
     seed: int = 0,
+    rounded_share: float = 1.0,
     progress: Progress | None = None,
 ) -> Verdict:
     """Audit `generator` on `requests`, which share one `SamplingParams` (the trace is asked for where it can be given).
 
-    `precision` is what the generator computes in; it decides what is blamed on rounding. `version` is that of the
-    weights `score` holds; None when nothing else was ever loaded. Raises ConfigError on unusable requests, AuditError
-    when the learner's own logits are unusable.
+    `precision` is what the generator computes in; it decides what is blamed on rounding. `rounded_share` is
+    the share of the rollouts that `score` gives a second, rounded pass: floors need a few thousand tokens. `version` is
+    that of the weights `score` holds; None when nothing else was ever loaded. Raises ConfigError on unusable requests,
+    AuditError when the learner's own logits are unusable.
     """
     if not requests:
         raise ConfigError("expected at least one request to audit, got none; give prompts")
@@ -53,7 +55,7 @@ def run_audit(
     if any(replace(request.params, trace=params.trace) != params for request in requests):
         raise ConfigError("expected one sampling setting for the whole audit, got several; audit each on its own")
     sample = AuditSample(params, tolerances_for(precision), precision == "bfloat16")
-    floor_every = max(1, len(requests) * params.max_new_tokens // FLOOR_TOKENS)
+    floor_every = max(1, int(rounded_share * len(requests) * params.max_new_tokens) // FLOOR_TOKENS)
     pending = {request.rollout_id for request in requests}
     if len(pending) != len(requests):
         raise ConfigError("expected every rollout id once, got some twice: their numbers would be the same")
@@ -70,19 +72,26 @@ def run_audit(
         pending -= {rollout.request_id for rollout in wanted}
         held += [rollout for rollout in wanted if rollout.length]
         if len(held) >= SCORED_TOGETHER:
-            _add(sample, held, score, version, seed, floor_every)
+            _add(sample, held, score, version, seed, floor_every, rounded_share >= 1.0)
             held = []
         if progress is not None:
             progress(len(requests) - len(pending), len(requests), sample.tokens + sum(r.length for r in held))
-    _add(sample, held, score, version, seed, floor_every)
+    _add(sample, held, score, version, seed, floor_every, rounded_share >= 1.0)
     return judge(sample, name, precision, demands or Demands())
 
 
 def _add(
-    sample: AuditSample, rollouts: Sequence[Rollout], score: Score, version: int | None, seed: int, floor_every: int
+    sample: AuditSample,
+    rollouts: Sequence[Rollout],
+    score: Score,
+    version: int | None,
+    seed: int,
+    floor_every: int,
+    needs_rounded: bool,
 ) -> None:
     """Teacher-force some rollouts and add them."""
-    for rollout, scores in zip(rollouts, score(rollouts), strict=True):
-        if sample.has_floor and scores.rounded_TV is None:
+    ordered = sorted(rollouts, key=lambda rollout: rollout.prompt.id)
+    for rollout, scores in zip(ordered, score(ordered), strict=True):
+        if sample.has_floor and needs_rounded and scores.rounded_TV is None:
             raise ConfigError("expected two passes of the learner (fp32 and bf16) for a bf16 engine, got one")
         add_rollout(sample, rollout, scores, version=version, seed=seed, floor_every=floor_every)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import transformers
 
 from leadout.audit.faults import Fault
 from leadout.audit.observe import Scores
@@ -51,6 +53,8 @@ Method = Literal[
 ]
 _SLOTS = 64
 _PACK = 8
+_ROUNDED_EVERY = 4
+"""Every n-th pack is also run in bf16, to measure what rounding alone does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,7 @@ class AuditOptions:
 
 def audit(options: AuditOptions, *, progress: Progress | None = None) -> Verdict:
     """Generate, teacher-force, test."""
+    transformers.utils.logging.disable_progress_bar()
     path = resolve(options.model)
     spec = DecoderSpec.from_config(read_config(path))
     codec = TextCodec.from_pretrained(path)
@@ -101,6 +106,7 @@ def audit(options: AuditOptions, *, progress: Progress | None = None) -> Verdict
         precision=options.dtype,
         version=0,
         seed=params.seed,
+        rounded_share=1.0 / _ROUNDED_EVERY,
         progress=progress,
     )
 
@@ -177,6 +183,7 @@ class LearnerScores:
         """`rounded`: also make a pass with bf16 matrix products, which measures what rounding alone does."""
         settings = ForwardSettings(temperature=1.0, max_completions=_PACK, autocast=False)
         self._exact = PackedForward(model, settings)
+        self._packs = 0
         self._rounded = PackedForward(model, replace(settings, autocast=True)) if rounded else None
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Iterator[Scores]:
@@ -184,7 +191,10 @@ class LearnerScores:
         for start in range(0, len(rollouts), _PACK):
             part = rollouts[start : start + _PACK]
             exact = self._logits(self._exact, part)
-            rounded = [None] * len(part) if self._rounded is None else self._logits(self._rounded, part)
+            rounded: Sequence[torch.Tensor | None] = [None] * len(part)
+            if self._rounded is not None and self._packs % _ROUNDED_EVERY == 0:
+                rounded = self._logits(self._rounded, part)
+            self._packs += 1
             for exact_TV, rounded_TV in zip(exact, rounded, strict=True):
                 yield Scores(exact_TV=exact_TV, rounded_TV=rounded_TV)
 
@@ -192,7 +202,10 @@ class LearnerScores:
     @torch.inference_mode()
     def _logits(forward: PackedForward, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
         nothing = Score(reward=0.0, parts={}, text="", masked=True)
-        groups = [Group(prompt=rollout.prompt, rollouts=(rollout,), scores=(nothing,)) for rollout in rollouts]
+        groups = []
+        for _, run in groupby(rollouts, key=lambda rollout: rollout.prompt.id):
+            siblings = tuple(run)
+            groups.append(Group(prompt=siblings[0].prompt, rollouts=siblings, scores=(nothing,) * len(siblings)))
         keeper = _Keeper()
         for batch in forward.pack(groups, [np.zeros(len(group.rollouts)) for group in groups]):
             forward.run(batch, auditor=keeper)
