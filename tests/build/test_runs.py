@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from leadout.errors import CheckpointError, LeadoutError, TrainingError
 from leadout.metrics import read_rows
 from leadout.recipe import load_recipe
 from tests.build.tiny_runs import STEPS, model_folder, recipe, start, train, unmeasured
@@ -166,3 +167,27 @@ def test_a_resumed_run_drafts_from_the_history_of_before(tmp_path, model):
     assert unmeasured(broken) == unmeasured(whole)
     lines = (whole / "rollouts.jsonl").read_bytes()
     assert (broken / "rollouts.jsonl").read_bytes() == lines
+
+
+def test_a_resumed_run_keeps_its_settings_but_may_go_on_longer(tmp_path, model):
+    path = recipe(tmp_path, model, pipeline__max_steps=2)
+    folder, _ = train(path)
+    with pytest.raises(CheckpointError, match=r"optim\.learning_rate: 0\.001, got 0\.5"):
+        train(path, "optim.learning_rate=0.5", resume=folder)
+    train(path, "pipeline.max_steps=3", resume=folder)
+    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2, 3]
+    assert load_recipe(folder / "config.yaml").pipeline.max_steps == 3
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path, model):
+    path = recipe(tmp_path, model, reward=[{"function": "tests.build.rewards:wrong_length"}])
+    with pytest.raises(LeadoutError):
+        train(path)
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_a_policy_that_is_no_longer_finite_stops_the_run_before_a_checkpoint(tmp_path, model):
+    path = recipe(tmp_path, model, checkpoint__every=1)
+    with pytest.raises(TrainingError, match=r"lower optim\.learning_rate"):
+        train(path, "optim.learning_rate=1e30")
+    assert not list((tmp_path / "runs").glob("run/checkpoints/*"))

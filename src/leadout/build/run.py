@@ -15,10 +15,12 @@ from leadout.build.data import EVALUATION_SEED, LoadedData, load_data, make_scor
 from leadout.build.drafter import load_head, new_head, spread_prompts
 from leadout.build.generator import make_decoder, make_device, make_draft_length, make_generator
 from leadout.build.learner import load_trainable, make_auditor, make_learner
+from leadout.build.resume import accept_changes
 from leadout.clock import Clock
 from leadout.config import RunConfig
 from leadout.data.order import ShuffledPrompts
 from leadout.draft_length.controller import FixedLength
+from leadout.errors import LeadoutError
 from leadout.interfaces import Stateful
 from leadout.metrics import read_rows
 from leadout.models.decoder import FusedDecoder
@@ -56,8 +58,12 @@ def train(config: RunConfig, *, resume: Path | None = None, console: Console | N
     """
     console = console or make_console()
     parts = build_run(config, resume=resume, console=console)
-    last = parts.run.train()
-    if last is not None or not parts.run.folder.closing.exists():
+    try:
+        last = parts.run.train()
+    except LeadoutError:
+        parts.run.folder.discard_if_unused()
+        raise
+    if last is not None or not parts.run.folder.report.exists():
         finish_run(config, parts, last, console)
     return parts.run.folder.path
 
@@ -119,6 +125,8 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
     """Build every object of a run; the folder is created last, so that a bad recipe leaves nothing behind."""
     _prepare_torch(config.threads)
     folder = None if resume is None else RunFolder.open(resume)
+    if folder is not None:
+        accept_changes(folder, config)
     inputs = load_inputs(config, console)
     scorer = make_scorer(config.reward, inputs.codec, inputs.data.task, config.rollout, config.grpo)
     device = make_device(config.device)
@@ -140,8 +148,7 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
     learner = make_learner(config, model, inputs.path, inputs.params, head, auditor)
     if folder is None:
         folder = RunFolder.create(config.output_dir / (config.name or "run"), dump(config))
-        if head is not None:
-            write_eagle3(head, folder.path / _DRAFT_START)
+        _write_start(head, folder)
     progress = Progress(console, config.pipeline.max_steps)
     pipeline = SynchronousPipeline(
         source=ShuffledPrompts(inputs.data.prompts.prompts, seed=config.seed, shuffle=config.data.shuffle),
@@ -159,6 +166,17 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
         stateful["auditor"] = auditor
     run = _make_run(config, inputs, folder, pipeline, progress, generator, stateful)
     return RunParts(run=run, generator=generator)
+
+
+def _write_start(head: Eagle3Head | None, folder: RunFolder) -> None:
+    """Keep the head the run starts from; a folder that cannot hold it is not left behind."""
+    if head is None:
+        return
+    try:
+        write_eagle3(head, folder.path / _DRAFT_START)
+    except (LeadoutError, OSError):
+        folder.discard_if_unused()
+        raise
 
 
 def _make_run(

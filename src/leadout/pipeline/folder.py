@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,12 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         write_text(folder.config, config_text)
         return folder
+
+    def discard_if_unused(self) -> None:
+        """Remove the folder if no step was finished in it, so that the same command can be given again."""
+        used = self.metrics.exists() and self.metrics.stat().st_size > 0
+        if not used and not (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
+            shutil.rmtree(self.path, ignore_errors=True)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
