@@ -190,6 +190,93 @@ def test_a_wrong_value_names_key_expectation_and_value(tree: dict[str, object], 
     assert complaint(tree) == message
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optim: {learning_rate: .inf}", "optim.learning_rate: expected a finite number, got inf"),
+        ("rollout: {temperature: .nan}", "rollout.temperature: expected a finite number, got nan"),
+        ("reward: [{function: exact, weight: .nan}]", "reward.0.weight: expected a finite number, got nan"),
+        ("optim: {betas: [0.9, 1.0]}", "optim.betas.1: expected < 1.0, got 1.0"),
+        ("optim: {betas: [-0.1, 0.9]}", "optim.betas.0: expected >= 0.0, got -0.1"),
+        ("optim: {betas: [true, 0.9]}", "optim.betas: expected a number, got [True, 0.9]"),
+        ("rollout: {stop: ['a', '']}", "rollout.stop.1: expected text that is not empty, got ''"),
+        ("seed: 9223372036854775808", f"seed: expected < {2**63}, got {2**63}"),
+        ("seed: true", "seed: expected an integer, got True"),
+        ("data: {train: {task: t, num_rows: true}}", "data.train.num_rows: expected an integer, got True"),
+        ("grpo: {beta: false}", "grpo.beta: expected a number, got False"),
+        (
+            "rollout: {speculative_config: {num_speculative_tokens: true}}",
+            "rollout.speculative_config.num_speculative_tokens: expected an integer, got True",
+        ),
+        ("threads: 1025", "threads: expected <= 1024, got 1025"),
+        (
+            "rollout: {num_prompts: 100000, num_generations: 11}",
+            "rollout: expected num_prompts * num_generations <= 1,000,000 completions a step, got 1,100,000",
+        ),
+        ("eval: {every: 5}", "eval.every: 5 needs data.eval, the rows to evaluate on; got none"),
+        (
+            "rollout: {speculative_config: {method: ngram, model: x}}",
+            "rollout.speculative_config: method ngram drafts without a model, got model x; remove `model`",
+        ),
+        (
+            "rollout: {speculative_config: {method: history, model: x}}",
+            "rollout.speculative_config: method history drafts without a model, got model x; remove `model`",
+        ),
+    ],
+)
+def test_values_that_no_run_can_take_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(tmp_path, text))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "a\\b", "..", ".", "", "a\nb"])
+def test_a_name_that_is_no_plain_folder_name_is_refused(name: str) -> None:
+    message = complaint({"name": name})
+    assert message == f"name: expected the name of a folder under output_dir, without / or .., got {name!r}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("? [a, b]\n: 1", "expected plain text as a key, got a sequence"),
+        ("? {a: b}\n: 1", "expected plain text as a key, got a mapping"),
+        ("rollout: &x {stop: [*x]}", "an anchor (&name) holds itself (*name)"),
+        ("reward: " + "[" * 3000 + "]" * 3000, "values are nested too deeply"),
+        ("seed: " + "7" * 5000, "not YAML"),
+        ('model: "\\ud800"', "text holds half of a character (a lone surrogate)"),
+        ("name: 2026-99-99", "not YAML"),
+        (
+            "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
+            "expected at most 100,000 values, got more; anchors may repeat each other",
+        ),
+    ],
+)
+def test_yaml_that_no_recipe_needs_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(tmp_path, text))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400 + len(str(tmp_path))
+
+
+def test_merged_keys_are_brought_in_and_may_be_overridden(tmp_path: Path) -> None:
+    text = """
+data:
+  train: &rows {task: arithmetic, num_rows: 7, split: a}
+  eval: {<<: *rows, num_rows: 3}
+"""
+    config = load_recipe(write(tmp_path, text))
+    assert config.data.eval is not None
+    assert (config.data.eval.task, config.data.eval.num_rows, config.data.eval.split) == ("arithmetic", 3, "a")
+    assert config.data.train.num_rows == 7
+
+
+def test_a_key_given_twice_beside_merged_ones_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="key 'task' is given twice"):
+        load_recipe(write(tmp_path, "data: {train: &a {task: t}, eval: {<<: *a, task: u, task: v}}"))
+
+
 def test_further_wrong_keys_are_counted() -> None:
     message = complaint({"rollout": {"num_prompts": 0, "top_p": 2}, "seed": -1})
     assert message == "seed: expected >= 0, got -1 (and 2 more wrong keys)"

@@ -205,6 +205,19 @@ def test_text_is_cut_before_the_first_stop() -> None:
         ("3.5.", "3.5"),
         ("12,345,678", "12345678"),
         ("1,2345", "2345"),
+        ("5 - 9 = \u22124", "-4"),
+        ("9\u22125", "5"),
+        ("about .5", "0.5"),
+        ("-.25", "-0.25"),
+        ("v1.2.5", "5"),
+        ("1e5 metres", "100000"),
+        ("2.5E-3", "0.0025"),
+        ("1e5x", "5"),
+        ("total 1 000", "1000"),
+        ("1\u202f234\u00a0567.5 left", "1234567.5"),
+        ("12 30", "30"),
+        ("2 0000", "0"),
+        ("1234 567", "567"),
     ],
 )
 def test_the_last_number_of_a_text_is_found(text: str, number: str) -> None:
@@ -213,3 +226,28 @@ def test_the_last_number_of_a_text_is_found(text: str, number: str) -> None:
 
 def test_a_text_without_digits_has_no_last_number() -> None:
     assert last_number("forty-two") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"generation_config\.json: expected JSON, got"),
+        ("[1]", r"generation_config\.json: expected a JSON object, got list"),
+        ('{"eos_token_id": "end"}', r"expected a token id in 0\.\.256 or a list of them, got 'end'"),
+        ('{"eos_token_id": [3, 257]}', r"expected a token id in 0\.\.256 or a list of them, got 257"),
+        ('{"eos_token_id": -1}', r"expected a token id in 0\.\.256 or a list of them, got -1"),
+        ('{"eos_token_id": true}', r"expected a token id in 0\.\.256 or a list of them, got True"),
+    ],
+)
+def test_a_broken_generation_config_is_a_model_error(tmp_path: Path, content: str, message: str) -> None:
+    BYTES._tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=message):
+        TextCodec.from_pretrained(tmp_path)
+
+
+def test_a_broken_tokenizer_file_is_a_model_error(tmp_path: Path) -> None:
+    BYTES._tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version"')
+    with pytest.raises(ModelError, match=r"tokenizer\.json: expected JSON"):
+        TextCodec.from_pretrained(tmp_path)

@@ -8,20 +8,41 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+MOST_ROLLOUTS = 1_000_000
+"""Completions of one step."""
+
 _LOSS_TERM = r"(\d+(\.\d+)?\*)?(ce|kl|tv|lk)"
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, unknown keys refused."""
+    """Base of all sections: immutable, unknown keys refused, numbers finite and never true or false."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic would read true as 1."""
+        types = _plain_types(cls.model_fields[str(info.field_name)].annotation)
+        items = value if isinstance(value, list | tuple) else [value]
+        if bool not in types and types & {int, float} and any(isinstance(item, bool) for item in items):
+            raise PydanticKnownError("int_type" if int in types else "float_type")
+        return value
+
+
+def _plain_types(annotation: Any) -> set[Any]:
+    """The types that an annotation is made of: int of ``tuple[int, ...] | None``."""
+    inner = get_args(annotation)
+    return {annotation} if not inner else set().union(*(_plain_types(each) for each in inner))
 
 
 class Dataset(Section):
@@ -117,6 +138,12 @@ class SpeculativeConfig(Section):
             raise ValueError(f"method {self.method} needs `model`: the folder of a model with the policy's tokenizer")
         return self
 
+    @model_validator(mode="after")
+    def _only_a_model_has_a_folder(self) -> SpeculativeConfig:
+        if self.draft_model is None and self.model is not None:
+            raise ValueError(f"method {self.method} drafts without a model, got model {self.model}; remove `model`")
+        return self
+
     @property
     def draft_model(self) -> Literal["eagle3", "small_model"] | None:
         """The model that drafts, if one does."""
@@ -143,7 +170,7 @@ class RolloutSection(Section):
     top_k: Annotated[int, Field(ge=-1)] = 0
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     repetition_penalty: float = Field(default=1.0, gt=0.0)
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     max_model_len: Positive | None = None
     """Prompt plus completion tokens; null takes what the run needs, at most the model's own."""
     max_num_seqs: Positive | None = None
@@ -154,6 +181,15 @@ class RolloutSection(Section):
     """Of the generating engine."""
     speculative_config: SpeculativeConfig | None = SpeculativeConfig()
     """null: plain decoding."""
+
+    @model_validator(mode="after")
+    def _a_step_is_of_bounded_size(self) -> RolloutSection:
+        count = self.num_prompts * self.num_generations
+        if count > MOST_ROLLOUTS:
+            raise ValueError(
+                f"expected num_prompts * num_generations <= {MOST_ROLLOUTS:,} completions a step, got {count:,}"
+            )
+        return self
 
 
 class Draft(Section):
@@ -222,7 +258,7 @@ class Optim(Section):
     """AdamW of the policy."""
 
     learning_rate: float = Field(default=1e-6, ge=0.0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     warmup_steps: Count = 0
@@ -304,7 +340,7 @@ class RunConfig(Section):
     name: str | None = None
     """Folder under `output_dir`; null makes one from recipe and time."""
     output_dir: Path = Path("runs")
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     model: str = "smollm2-135m"
     """Alias, folder or hub id."""
     tokenizer: str | None = None
@@ -323,8 +359,15 @@ class RunConfig(Section):
     log: Log = Log()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU where there is one."""
-    threads: Count = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads; 0 takes all cores."""
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, value: str | None) -> str | None:
+        if value is not None and (value in ("", ".", "..") or not value.isprintable() or re.search(r"[/\\]", value)):
+            raise ValueError(f"expected the name of a folder under output_dir, without / or .., got {value!r:.80}")
+        return value
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
@@ -335,6 +378,8 @@ class RunConfig(Section):
             raise ValueError(
                 f"draft.enabled: true needs a method that can be trained (eagle3, history+eagle3), got {method}"
             )
+        if self.eval.every and self.data.eval is None:
+            raise ValueError(f"eval.every: {self.eval.every} needs data.eval, the rows to evaluate on; got none")
         if self.rollout.temperature == 0.0:
             raise ValueError("rollout.temperature must be > 0 for training (greedy rollouts carry no signal), got 0")
         if self.rollout.num_generations < 2 and self.grpo.scale_rewards != "none":

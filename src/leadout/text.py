@@ -26,7 +26,14 @@ from leadout.records import IntArray
 REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are not (yet) a character."""
 
-_NUMBER = re.compile(r"(?:(?<![\w.])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
+_NUMBER = re.compile(
+    r"(?:(?<![\w.])[-\u2212])?"  # a sign: hyphen or minus
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|[1-9]\d{0,2}(?:[ \u00a0\u2009\u202f]\d{3})+(?![\d,])|\d+)(?:\.\d+)?"
+    r"|(?<![\w.])\.\d+)"
+    r"(?:[eE][-+]?\d{1,4}(?!\w))?",
+    re.ASCII,
+)
+_SEPARATORS = str.maketrans({"\u2212": "-", **dict.fromkeys(", \u00a0\u2009\u202f")})
 
 MAX_PENDING = 16
 """Tokens held back while their text ends inside a character; a character has at most four bytes."""
@@ -49,15 +56,16 @@ class TextCodec:
         """Load the tokenizer of a local folder or hub id, and the end-of-sequence ids of its generation config.
 
         Raises:
-            ModelError: there is no tokenizer there.
+            ModelError: there is no tokenizer there, or a generation config that names no token ids.
 
         """
         name = str(source)
+        _read_object(Path(name) / "tokenizer.json")
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ModelError(f"no tokenizer in {name}: expected a folder or hub id with tokenizer.json") from error
-        return cls(tokenizer, extra_eos_token_ids=_generation_eos(name), source=name)
+        return cls(tokenizer, extra_eos_token_ids=_generation_eos(name, len(tokenizer)), source=name)
 
     @property
     def vocab_size(self) -> int:
@@ -209,34 +217,57 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
 def last_number(text: str) -> Decimal | None:
     """The last number in a text: ``"12 + 30 = 42."`` gives 42, ``"$1,234.50"`` gives 1234.50; None without one.
 
-    A minus sign belongs to a number unless a digit or letter stands right before it (``9-5`` ends in 5).
+    A minus sign belongs to a number unless a digit or letter stands right before it (``9-5`` ends in 5). Thousands may
+    be set off by commas or spaces (``1 000``), and ``.5`` and ``1e5`` are numbers too.
     """
     found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    return Decimal(found[-1].translate(_SEPARATORS)) if found else None
 
 
-def _generation_eos(source: str) -> tuple[int, ...]:
+def checked_token_ids(value: object, vocab_size: int | None, where: str) -> tuple[int, ...]:
+    """Token ids as a config gives them: none, one or a list.
+
+    Raises:
+        ModelError: something else, or an id outside of the vocabulary; the message begins with `where`.
+
+    """
+    ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
+    for token_id in ids:
+        is_whole = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if not is_whole or token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
+            known = "from 0" if vocab_size is None else f"in 0..{vocab_size - 1}"
+            raise ModelError(
+                f"{where}: expected a token id {known} or a list of them, got {token_id!r:.60}; correct it"
+            )
+    return tuple(ids)
+
+
+def _generation_eos(source: str, vocab_size: int) -> tuple[int, ...]:
     """End-of-sequence ids of ``generation_config.json``; none when a local folder has no such file."""
     path = Path(source) / "generation_config.json"
     if not Path(source).is_dir():
-        return _hub_generation_eos(source)
+        return checked_token_ids(_hub_generation_eos(source), vocab_size, f"{source}: eos_token_id")
+    return checked_token_ids(_read_object(path).get("eos_token_id"), vocab_size, f"{path}: eos_token_id")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file."""
     if not path.is_file():
-        return ()
-    eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    return _as_ids(eos)
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: expected JSON, got {str(error).splitlines()[0]}; copy the file again") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: expected a JSON object, got {type(found).__name__}; copy the file again")
+    return found
 
 
-def _hub_generation_eos(source: str) -> tuple[int, ...]:
+def _hub_generation_eos(source: str) -> object:
     from transformers import GenerationConfig
 
     try:
         config = GenerationConfig.from_pretrained(source)
     except OSError:
-        return ()  # the repository has none
-    return _as_ids(config.eos_token_id)
-
-
-def _as_ids(eos: object) -> tuple[int, ...]:
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(int(token_id) for token_id in eos)  # type: ignore[attr-defined]
+        return None  # the repository has none
+    return config.eos_token_id

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import leadout
+from leadout.cli.entry import main
 from leadout.cli.main import run
 from leadout.config import RunConfig
 from leadout.errors import AuditError, DataError, LeadoutError
@@ -171,6 +172,82 @@ def test_an_error_of_the_program_itself_is_not_dressed_up(build: FakeBuild, monk
         run()
 
 
+def test_an_error_of_the_program_itself_is_one_line_and_code_1() -> None:
+    code = (
+        "import sys; from leadout.cli import main\n"
+        "def fail(arguments): raise ZeroDivisionError('by\\nzero')\n"
+        "main._invoke = fail; main.run()"
+    )
+    plain = subprocess.run([sys.executable, "-c", code, "train"], capture_output=True, text=True, check=False)
+    assert plain.returncode == 1
+    assert plain.stderr == (
+        "error: internal error (ZeroDivisionError: by zero); run again with --debug for the traceback\n"
+    )
+    debugged = subprocess.run([sys.executable, "-c", code, "--debug"], capture_output=True, text=True, check=False)
+    assert debugged.returncode == 1
+    assert "Traceback" in debugged.stderr
+
+
+@pytest.mark.parametrize("end", [0, None, "bye"])
+def test_an_exit_from_inside_never_looks_like_success(build: FakeBuild, leadout_run: Any, end: object) -> None:
+    build.failure = SystemExit(end)
+    code, out, err = leadout_run("train", DEMO)
+    assert (code, out) == (1, "")
+    assert err == f"error: something called exit({end!r}) in the middle of the command; see --debug\n"
+
+
+def test_an_interrupt_while_the_program_is_loaded_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupting:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "leadout.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "leadout.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+def test_a_dry_run_checks_what_it_would_resume(build: FakeBuild, leadout_run: Any, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    code, out, err = leadout_run("train", DEMO, "--dry-run", "--resume", str(missing))
+    assert (code, out) == (2, "")
+    assert err == f"error: cannot resume {missing}: expected the folder of a run with config.yaml, found none\n"
+
+
+def test_a_missing_evaluation_file_names_the_option(build: FakeBuild, leadout_run: Any) -> None:
+    code, _, err = leadout_run("eval", "--model", "m", "--data", "gone.jsonl")
+    assert (code, err) == (2, "error: gone.jsonl: no such data file; check --data (relative to where you run)\n")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_options_must_be_finite(build: FakeBuild, leadout_run: Any, value: str) -> None:
+    code, _, err = leadout_run("eval", "--model", "m", "--data", "arithmetic", "--temperature", value)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "error: Invalid value for '--temperature'" in err
+    assert "expected a finite number, got inf" in err or value == "nan"
+    assert build.evaluated == []
+    code, _, err = leadout_run("audit", "--top-p", value)
+    assert (code, err) == (2, f"error: --top-p: expected a finite number, got {value}\n")
+
+
+def test_an_audit_of_a_method_without_a_model_takes_no_draft(leadout_run: Any) -> None:
+    code, _, err = leadout_run("audit", "--method", "ngram", "--draft", "drafts/mine")
+    assert code == 2
+    assert err == "error: --method ngram drafts without a model, got --draft drafts/mine; leave one of them out\n"
+
+
+def test_where_the_verdict_goes_is_checked_before_the_audit(leadout_run: Any, tmp_path: Path) -> None:
+    code, _, err = leadout_run("audit", "--model", "/no/model", "--json", str(tmp_path / "gone" / "x.json"))
+    assert code == 2
+    assert f"--json: expected a file in a folder that exists, {tmp_path}/gone/x.json lies in" in err
+    code, _, err = leadout_run("audit", "--model", "/no/model", "--json", str(tmp_path))
+    assert (code, f"{tmp_path} is a folder; name another file" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("data", "source", "reward"),
     [
@@ -180,8 +257,17 @@ def test_an_error_of_the_program_itself_is_not_dressed_up(build: FakeBuild, monk
     ],
 )
 def test_evaluation_finds_out_what_the_data_is(
-    build: FakeBuild, leadout_run: Any, data: str, source: dict[str, object], reward: str
+    build: FakeBuild,
+    leadout_run: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    data: str,
+    source: dict[str, object],
+    reward: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "file.jsonl").write_text("{}")
     code, out, _ = leadout_run("eval", "--model", "m", "--data", data, "--num-prompts", "8")
     (((model, dataset), options),) = build.evaluated
     assert (code, model, options["num_prompts"], options["reward"]) == (0, "m", 8, reward)

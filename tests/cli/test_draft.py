@@ -71,10 +71,22 @@ def test_an_unknown_loss_is_one_line(leadout_run, policy, tmp_path):
     assert "expected ce, kl, tv, lk or a sum such as ce+tv" in err
 
 
-def test_data_sets_are_named_by_file_task_or_hub_id():
+def test_data_sets_are_named_by_file_task_or_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    for name in ("train", "plain"):
+        (tmp_path / "rows" / f"{name}.jsonl").write_text("{}")
     assert _dataset("rows/train.jsonl@question")[0] == "train"
     assert _dataset("rows/train.jsonl@question")[1].prompt_key == "question"
     assert _dataset("arithmetic") == ("arithmetic", _dataset("arithmetic")[1])
     assert _dataset("hub:openai/gsm8k@question")[0] == "openai_gsm8k"
     assert _dataset("hub:openai/gsm8k@question")[1].hub == "openai/gsm8k"
     assert _dataset("rows/plain.jsonl")[1].path == Path("rows/plain.jsonl")
+
+
+def test_a_missing_data_file_names_the_option(leadout_run, policy, tmp_path):
+    code, _, err = leadout_run(
+        "draft", "train", "--model", policy, "--data", "gone.jsonl", "--out", str(tmp_path / "x")
+    )
+    assert (code, err) == (2, "error: gone.jsonl: no such data file; check --data (relative to where you run)\n")
+    assert not (tmp_path / "x").exists()

@@ -5,9 +5,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub import constants
 
 from leadout.data.rows import Row, hub_rows, read_rows, task_rows
 from leadout.data.tasks import make_task
@@ -87,6 +89,34 @@ def test_a_file_that_only_claims_to_be_parquet_is_refused(tmp_path: Path) -> Non
         read_rows(write(tmp_path / "x.parquet", "no parquet here"))
 
 
+def test_a_missing_file_names_the_setting_it_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no such data file; check data\.eval\.path \(relative"):
+        read_rows(tmp_path / "gone.jsonl", None, "data.eval.path")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (r'{"prompt": "a\ud83d"}', r"expected whole characters, got half of one \(the lone surrogate \\ud83d\)"),
+        (r'{"prompt": "a", "answer": "\uDFFF"}', r"expected whole characters, got half of one"),
+        ('{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "expected columns nested a few levels deep"),
+        (
+            '{"prompt": "a", "answer": ' + "7" * 5000 + "}",
+            "expected numbers of ordinary size, got an integer of thousands",
+        ),
+    ],
+)
+def test_what_no_tokenizer_can_take_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(DataError, match=rf"x\.jsonl line 2: {message}") as caught:
+        read_rows(write(tmp_path / "x.jsonl", '{"prompt": "a"}\n' + line + "\n"))
+    assert len(str(caught.value)) < 300 + len(str(tmp_path))
+
+
+def test_characters_escaped_in_two_halves_are_whole(tmp_path: Path) -> None:
+    (row,) = read_rows(write(tmp_path / "x.jsonl", r'{"prompt": "\ud83d\ude00"}'))
+    assert row.columns["prompt"] == "😀"
+
+
 def test_a_missing_column_names_the_place_and_the_columns_present() -> None:
     row = Row(id="x/6", where="x.jsonl line 7", columns={"question": "a", "answer": "b"})
     with pytest.raises(DataError) as caught:
@@ -98,6 +128,7 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.Mon
     def offline(*args: Any, **kwargs: Any) -> None:
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub\nmore lines")
 
+    monkeypatch.setattr("leadout.data.hub.check_reachable", lambda endpoint: None)
     monkeypatch.setattr("datasets.load_dataset", offline)
     with pytest.raises(DataError) as caught:
         hub_rows("openai/gsm8k:main")
@@ -105,10 +136,35 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.Mon
     assert "\n" not in str(caught.value)
 
 
+def test_without_a_network_the_hub_is_asked_once_and_the_cache_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    offline: list[bool] = []
+
+    def no_answer(endpoint: str) -> None:
+        asked.append(endpoint)
+        raise OSError("no route")
+
+    def load(*_: Any, **__: Any) -> None:
+        offline.append(constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE)
+        raise ConnectionError("OfflineModeIsEnabled")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("leadout.data.hub.check_reachable", no_answer)
+    monkeypatch.setattr("datasets.load_dataset", load)
+    with pytest.raises(DataError) as caught:
+        hub_rows("openai/gsm8k:main")
+    assert str(caught.value) == (
+        "cannot load openai/gsm8k:main (split train) from the hub: it is not in the cache and the hub does not answer "
+        "(no route); check the id (ID:CONFIGURATION) and the network, or name a local file with path"
+    )
+    assert (len(asked), offline, constants.HF_HUB_OFFLINE) == (1, [True], False)
+
+
 def test_hub_rows_ask_for_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(repository: str, configuration: str | None, *, split: str) -> list[dict[str, str]]:
         return [{"question": f"{repository} {configuration} {split} {index}"} for index in range(3)]
 
+    monkeypatch.setattr("leadout.data.hub.check_reachable", lambda endpoint: None)
     monkeypatch.setattr("datasets.load_dataset", load)
     rows = hub_rows("openai/gsm8k:main", "test", 2)
     assert [row.id for row in rows] == ["gsm8k/0", "gsm8k/1"]

@@ -5,9 +5,10 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from leadout.errors import ModelError
+from leadout.errors import CapacityError, ModelError
 from leadout.models.eagle3_io import read_eagle3, read_spec, write_eagle3
 from leadout.models.rope import RopeSpec
 from tests.models.eagle3_fakes import SPEC, policy_tensors, tiny_head
@@ -227,3 +228,48 @@ def test_own_embeddings_are_kept_and_frozen(folder):
     head = read_eagle3(folder)
     assert torch.equal(head.embed_tokens.weight, table)
     assert not head.embed_tokens.weight.requires_grad
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '{"transformer_layer_config": 3}'])
+def test_a_config_that_is_no_object_is_an_error(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"expected a JSON object with the head's fields, got (list|int)"):
+        read_eagle3(folder)
+
+
+def test_a_map_of_fractions_is_an_error(folder):
+    rewrite(folder, change_tensors=lambda tensors: tensors.update(d2t=tensors["d2t"].float()))
+    with pytest.raises(ModelError, match=r"expected d2t to hold whole numbers, got torch\.float32"):
+        read_eagle3(folder)
+
+
+def test_layer_ids_beyond_the_policy_are_an_error(folder):
+    rewrite(folder, change_config=lambda config: config.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]))
+    with pytest.raises(ModelError, match=r"to lie in 0\.\.3 \(the policy's layers\), got \[1, 2, 9\]"):
+        read_eagle3(folder, num_layers=4)
+
+
+def test_negative_layer_ids_are_an_error(folder):
+    rewrite(folder, change_config=lambda config: config.update(eagle_aux_hidden_state_layer_ids=[-1, 2, 3]))
+    with pytest.raises(ModelError, match=r"to not be negative, got \[-1, 2, 3\]"):
+        read_eagle3(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_an_error(folder, value):
+    rewrite(folder, change_tensors=lambda tensors: tensors["fc.weight"][0].fill_(value))
+    with pytest.raises(ModelError, match=r"expected finite numbers in fc\.weight, got NaN or infinity"):
+        read_eagle3(folder)
+
+
+def test_a_full_disk_leaves_the_old_head_and_says_what_to_do(folder, monkeypatch):
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    before = (folder / "model.safetensors").read_bytes()
+    monkeypatch.setattr("leadout.models.eagle3_io.save_file", full)
+    with pytest.raises(CapacityError, match=r"disk full while writing .*/model\.safetensors; free some space and run"):
+        write_eagle3(tiny_head(), folder)
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]

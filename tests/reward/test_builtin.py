@@ -26,6 +26,9 @@ def test_exact_wants_the_answer_and_nothing_else() -> None:
         ("1,234", "$1,234", 1.0),
         ("$5", "costs 5 dollars", 1.0),
         ("42", "no idea", 0.0),
+        ("\u22124", "5 - 9 = \u22124", 1.0),
+        ("1 000", "it is 1 000", 1.0),
+        ("0.5", ".5", 1.0),
     ],
 )
 def test_number_compares_the_last_number_by_value(answer: str, text: str, reward: float) -> None:
@@ -33,8 +36,9 @@ def test_number_compares_the_last_number_by_value(answer: str, text: str, reward
 
 
 def test_number_refuses_a_ground_truth_that_is_none() -> None:
-    with pytest.raises(DataError, match="needs a number as ground truth"):
-        number([make_completion("1", make_prompt("\\frac{1}{2}"))])
+    for answer in ("\\frac{1}{2}", "nan", "Infinity"):
+        with pytest.raises(DataError, match="needs a number as ground truth"):
+            number([make_completion("1", make_prompt(answer))])
 
 
 @pytest.mark.parametrize("function", [exact, number])

@@ -19,6 +19,12 @@ def unscorable(completions: Sequence[Completion]) -> list[float | None]:
     return [None for _ in completions]
 
 
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_refused(weight: float) -> None:
+    with pytest.raises(ConfigError, match=f"reward function exact: expected a finite weight, got {weight}"):
+        make_terms([("exact", weight)], task=None, max_completion_length=10)
+
+
 def test_text_is_decoded_and_cut_before_the_stop_string() -> None:
     rollout = make_rollout("42\nQ: more", finish=Finish.STOP, stop="\nQ:")
     (score,) = RewardScorer(CODEC, [EXACT]).score([rollout])

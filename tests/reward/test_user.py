@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from leadout.errors import ConfigError, DataError
@@ -168,3 +169,77 @@ def test_a_module_that_needs_a_missing_package_names_the_package(
     monkeypatch.setattr("sys.path", ["/nowhere"])
     with pytest.raises(ConfigError, match="its module needs a_package_nobody_has, which is not installed"):
         load_user_function("needy_rewards_of_a_test:one")
+
+
+def trl_raising(completions: list[str]) -> list[float]:
+    return [1 / 0 for _ in completions]
+
+
+def trl_exiting(completions: list[str]) -> list[float]:
+    raise SystemExit(0)
+
+
+def trl_plain_text(completions: list[str]) -> str:
+    return "ok"
+
+
+def trl_array(completions: list[str]) -> object:
+    return np.ones(len(completions))
+
+
+def trl_inner_arrays(completions: list[str]) -> list[object]:
+    return [np.ones(3) for _ in completions]
+
+
+def trl_numerals(completions: list[str]) -> list[str]:
+    return ["1.0" for _ in completions]
+
+
+def verl_infinite(solution_str: str) -> float:
+    return float("-inf")
+
+
+def verl_raising(solution_str: str) -> float:
+    raise KeyError("truth\nmore")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            "trl_raising",
+            r"raised ZeroDivisionError: division by zero \(.*test_user\.py line \d+\); expected a list of 2",
+        ),
+        ("trl_exiting", r"raised SystemExit: 0 \(.*test_user\.py line \d+\); expected a list of 2 numbers or None"),
+        ("trl_plain_text", "expected a list of 2 rewards, got str; return one number"),
+        ("trl_array", "expected a list of 2 rewards, got ndarray; return one number"),
+        ("trl_inner_arrays", r"expected numbers or None, got array\(\[1\., 1\., 1\.\]\); return a number"),
+        ("trl_numerals", "expected numbers or None, got '1.0'; return a number"),
+        ("verl_infinite", "expected finite numbers, got -inf; return None to pass"),
+        ("verl_raising", r"raised KeyError: .*truth.*; expected a number, or a dict with a number under 'score'"),
+    ],
+)
+def test_what_a_function_does_wrong_is_told_in_one_line(function: str, message: str) -> None:
+    with pytest.raises(DataError, match=f"reward function {HERE}:{function}.*{message}") as caught:
+        load_user_function(f"{HERE}:{function}")([make_completion("a"), make_completion("b")])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "message"),
+    [
+        ("syntax", "def one(:\n", r"raised SyntaxError: .*broken_syntax\.py line 1\); mend the module"),
+        ("names", "from math import nothing\n", r"raised ImportError: .*broken_names\.py line 1\); mend the module"),
+        ("raising", "\nraise OSError('no file')\n", r"raised OSError: no file \(.*broken_raising\.py line 2\); mend"),
+        ("exiting", "import sys\nsys.exit(0)\n", r"raised SystemExit: 0 \(.*broken_exiting\.py line 2\); mend"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, message: str
+) -> None:
+    (tmp_path / f"broken_{name}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/nowhere"])
+    with pytest.raises(ConfigError, match=f"importing broken_{name} {message}") as caught:
+        load_user_function(f"broken_{name}:one")
+    assert "\n" not in str(caught.value)

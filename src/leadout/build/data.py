@@ -31,8 +31,13 @@ class LoadedData:
         return max(len(prompt.token_ids) for prompt in self.prompts.prompts)
 
 
-def load_data(dataset: Dataset, section: Data, codec: TextCodec, *, seed: int, context: int) -> LoadedData:
-    """Rows and prompts of a data set; `context` is the largest row the generator can hold."""
+def load_data(
+    dataset: Dataset, section: Data, codec: TextCodec, *, seed: int, context: int, setting: str = "data.train.path"
+) -> LoadedData:
+    """Rows and prompts of a data set; `context` is the largest row the generator can hold.
+
+    `setting` is the key that named a file, for the message when it is not there.
+    """
     task = None if dataset.task is None else make_task(dataset.task, dataset.task_args)
     limit = context - 1 if section.max_prompt_length is None else min(section.max_prompt_length, context - 1)
     form = PromptFormat(
@@ -44,14 +49,14 @@ def load_data(dataset: Dataset, section: Data, codec: TextCodec, *, seed: int, c
         max_tokens=limit,
         overlong=section.overlong,
     )
-    return LoadedData(prompts=make_prompts(_rows(dataset, task, seed), codec, form), task=task)
+    return LoadedData(prompts=make_prompts(_rows(dataset, task, seed, setting), codec, form), task=task)
 
 
-def _rows(dataset: Dataset, task: Task | None, seed: int) -> list[Row]:
+def _rows(dataset: Dataset, task: Task | None, seed: int, setting: str) -> list[Row]:
     if task is not None:
         return task_rows(task, dataset.num_rows, seed)
     if dataset.path is not None:
-        return read_rows(dataset.path, dataset.num_rows)
+        return read_rows(dataset.path, dataset.num_rows, setting)
     assert dataset.hub is not None, "the section holds exactly one source"
     return hub_rows(dataset.hub, dataset.split, dataset.num_rows)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from leadout.build.drafter import count_layers
 from leadout.errors import ModelError
 from leadout.models.eagle3 import Eagle3Head
 from leadout.models.eagle3_io import read_eagle3
@@ -34,7 +35,7 @@ def draft_info(folder: str, model: str | None = None) -> dict[str, str]:
 
 def _head_info(path: Path, policy: Path | None) -> dict[str, str]:
     weights = None if policy is None else dict(iter_weights(policy))
-    head = read_eagle3(path, policy=weights)
+    head = read_eagle3(path, policy=weights, num_layers=None if weights is None else count_layers(weights))
     spec = head.spec
     if policy is not None:
         target = DecoderSpec.from_config(read_config(policy))

@@ -44,7 +44,7 @@ def load_head(folder: str | Path, policy: Mapping[str, torch.Tensor]) -> Eagle3H
         raise ModelError(
             f"speculative_config.model: expected the folder of a draft head, got {path}, which is not there"
         )
-    return read_eagle3(path, policy=policy)
+    return read_eagle3(path, policy=policy, num_layers=count_layers(policy))
 
 
 def new_head(
@@ -89,6 +89,11 @@ def new_head(
             decoder, [prompt.token_ids for prompt in prompts], size, temperature=temperature, seed=seed, keep=keep
         )
     return initial_head(shape, policy, torch.Generator().manual_seed(seed), token_ids_V=ids, init=draft.init)
+
+
+def count_layers(policy: Mapping[str, torch.Tensor]) -> int:
+    """Decoder layers of a policy, from its tensors' names."""
+    return 1 + max(int(name.split(".")[2]) for name in policy if name.startswith("model.layers."))
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:

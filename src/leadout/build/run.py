@@ -108,7 +108,14 @@ def load_inputs(config: RunConfig, console: Console) -> Inputs:
     data = load_data(config.data.train, config.data, codec, seed=config.seed, context=context)
     held_out = None
     if config.data.eval is not None and config.eval.every:
-        held_out = load_data(config.data.eval, config.data, codec, seed=config.seed + EVALUATION_SEED, context=context)
+        held_out = load_data(
+            config.data.eval,
+            config.data,
+            codec,
+            seed=config.seed + EVALUATION_SEED,
+            context=context,
+            setting="data.eval.path",
+        )
     dropped = data.prompts.num_dropped + (0 if held_out is None else held_out.prompts.num_dropped)
     if dropped:
         console.print(f"{dropped} prompts were too long and left out (data.overlong: drop)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -54,6 +56,7 @@ def audit(
         for each in faults():
             typer.echo(each.line)
         return
+    _check_files(method, draft, json)
     fault = None if inject is None else fault_named(inject)
     params = _params(
         fault.setting if fault is not None else None,
@@ -76,21 +79,37 @@ def audit(
         dtype=dtype,
         fault=fault,
     )
-    if prompts is not None:
-        options = _with_prompts(options, prompts)
-    raise typer.Exit(_run(options, json))
+    raise typer.Exit(_run(_with_prompts(options, prompts), json))
+
+
+def _check_files(method: str | None, draft: str | None, path: Path | None) -> None:
+    """Before the work, not after it."""
+    if draft is not None and method is not None and not method.endswith(("eagle3", "small_model")):
+        raise ConfigError(f"--method {method} drafts without a model, got --draft {draft}; leave one of them out")
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is not there"
+        raise ConfigError(f"--json: expected a file in a folder that exists, {path} {problem}; name another file")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--json: expected a folder to write in, {path.parent} is read-only; name another file")
 
 
 def _params(setting: SamplingParams | None, *, seed: int, **given: float | int | None) -> SamplingParams:
     """A fault's setting or the defaults, overridden by the options that were given."""
     named = {name: value for name, value in given.items() if value is not None}
+    for name, value in named.items():
+        if not math.isfinite(value):
+            raise ConfigError(f"--{name.replace('_', '-')}: expected a finite number, got {value}")
     try:
         return replace(setting or SamplingParams(), seed=seed, max_new_tokens=64, **named)  # type: ignore[arg-type]
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def _with_prompts(options: AuditOptions, path: Path) -> AuditOptions:
+def _with_prompts(options: AuditOptions, path: Path | None) -> AuditOptions:
+    if path is None:
+        return options
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

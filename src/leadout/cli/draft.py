@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
+from leadout.cli.options import finite
 from leadout.config import Dataset, Draft
-from leadout.errors import ConfigError
+from leadout.errors import ConfigError, DataError
 
 draft = typer.Typer(name="draft", help="Drafters: cut one from the policy, train one offline, check one.")
 
@@ -58,7 +59,7 @@ def info(
     ] = None,
     rollouts: Annotated[int, typer.Option(min=1, help="Rollouts to measure on.")] = 16,
     max_completion_length: Annotated[int, typer.Option(min=2, help="Tokens per rollout.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
+    temperature: Annotated[float, typer.Option(callback=finite, min=0.01, help="Sampling temperature.")] = 1.0,
 ) -> None:
     """Say what a drafter folder holds, or what is wrong with it.
 
@@ -101,11 +102,13 @@ def train(
     rollouts: Annotated[int, typer.Option(min=1, help="Rollouts to generate.")] = 2048,
     passes: Annotated[int, typer.Option(min=1, help="Times that each is learnt from.")] = 2,
     max_completion_length: Annotated[int, typer.Option(min=2, help="Tokens per rollout.")] = 96,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of the later run.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(callback=finite, min=0.01, help="Sampling temperature of the later run.")
+    ] = 1.0,
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Draft vocabulary; the policy's by default.")] = None,
     loss_fn: Annotated[str, typer.Option(help="ce, kl, tv, lk or a sum such as ce+tv.")] = "ce",
     ttt_steps: Annotated[int, typer.Option(min=1, max=8, help="Unrolled steps.")] = 3,
-    learning_rate: Annotated[float, typer.Option(help="Of the head.")] = 1e-3,
+    learning_rate: Annotated[float, typer.Option(callback=finite, help="Of the head.")] = 1e-3,
     drafts: Annotated[int, typer.Option(min=1, max=8, help="Drafts of a round that are measured.")] = 3,
     held_out: Annotated[int, typer.Option(min=1, help="Most held-out prompts of each data set.")] = 48,
     measure_every: Annotated[int, typer.Option(min=1, help="Batches between measurements.")] = 4,
@@ -151,5 +154,7 @@ def _dataset(text: str) -> tuple[str, Dataset]:
         return name.replace("/", "_"), Dataset(hub=name, prompt_key=key or "prompt", answer_key=None)
     name, _, key = text.rpartition("@") if "@" in text else (text, "", "")
     if Path(name).suffix in _FILES or Path(name).exists():
+        if not Path(name).is_file():
+            raise DataError(f"{name}: no such data file; check --data (relative to where you run)")
         return Path(name).stem, Dataset(path=Path(name), prompt_key=key or "prompt", answer_key=None)
     return name.replace("/", "_"), Dataset(task=name)

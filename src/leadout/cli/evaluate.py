@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from leadout.cli.options import finite
 from leadout.config import Dataset
+from leadout.errors import DataError
 
 _FILES = (".jsonl", ".json", ".parquet")
 
@@ -20,7 +22,7 @@ def evaluate(
     reward: Annotated[str | None, typer.Option(help="Judge: task, exact, number, math or module:function.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts asked.")] = 64,
     num_generations: Annotated[int, typer.Option(min=1, help="Answers per prompt.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(callback=finite, min=0.0, help="0 is greedy.")] = 0.0,
     max_completion_length: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 256,
 ) -> None:
     """Measure pass@1 and mean@k of a model on a data set.
@@ -48,5 +50,7 @@ def _dataset(data: str, prompt_key: str, answer_key: str) -> Dataset:
     if data.startswith("hub:"):
         return Dataset(hub=data.removeprefix("hub:"), split="test", prompt_key=prompt_key, answer_key=answer_key)
     if Path(data).suffix in _FILES or Path(data).exists():
+        if not Path(data).is_file():
+            raise DataError(f"{data}: no such data file; check --data (relative to where you run)")
         return Dataset(path=Path(data), prompt_key=prompt_key, answer_key=answer_key)
     return Dataset(task=data)

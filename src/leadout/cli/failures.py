@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from types import TracebackType
 
 import typer
 
@@ -28,6 +29,11 @@ def run_guarded(command: Callable[[], None], debug: bool) -> int:
         return _say(str(stop) or "interrupted", 130)
     except typer.Exit as end:
         return end.exit_code
+    except SystemExit as end:
+        # No command of ours ends this way; a run must not look finished because some library called exit().
+        if debug:
+            raise
+        return _say(f"error: something called exit({end.code!r}) in the middle of the command; see --debug", 1)
     except BrokenPipeError:
         return _quiet_end()
     except UsageProblem as error:
@@ -37,6 +43,13 @@ def run_guarded(command: Callable[[], None], debug: bool) -> int:
             raise
         return _say(_failure(error), error.exit_code if isinstance(error, LeadoutError) else 2)
     return 0
+
+
+def show_internal_error(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+    """A `sys.excepthook` for errors of the program itself: one line; Python then ends with exit code 1."""
+    message = " ".join(str(error).split())
+    described = f"{kind.__name__}: {message:.300}" if message else kind.__name__
+    _say(f"error: internal error ({described}); run again with --debug for the traceback", 1)
 
 
 def _failure(error: Exception) -> str:

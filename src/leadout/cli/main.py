@@ -12,7 +12,7 @@ import leadout
 from leadout.cli.audit import audit
 from leadout.cli.draft import draft
 from leadout.cli.evaluate import evaluate
-from leadout.cli.failures import run_guarded
+from leadout.cli.failures import run_guarded, show_internal_error
 from leadout.cli.models import models
 from leadout.cli.report import report
 from leadout.cli.simulate import plan, simulate
@@ -56,6 +56,8 @@ def run() -> None:
     debug = "--debug" in arguments
     # The option belongs to the program, but is welcome after a command too.
     arguments = [argument for argument in arguments if argument != "--debug"]
+    if not debug:
+        sys.excepthook = show_internal_error
     sys.exit(run_guarded(lambda: _invoke(arguments), debug))
 
 

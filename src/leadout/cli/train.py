@@ -49,11 +49,10 @@ def train(
 
 
 def _recipe_path(recipe: Path | None, resume: Path | None) -> Path:
+    if resume is not None and not (resume / "config.yaml").is_file():
+        raise CheckpointError(f"cannot resume {resume}: expected the folder of a run with config.yaml, found none")
     if recipe is not None:
         return recipe
     if resume is None:
         raise ConfigError("expected a recipe, got none; try: leadout train recipes/demo.yaml")
-    path = resume / "config.yaml"
-    if not path.is_file():
-        raise CheckpointError(f"cannot resume {resume}: expected the folder of a run with config.yaml, found none")
-    return path
+    return resume / "config.yaml"

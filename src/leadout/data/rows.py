@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from leadout.data.hub import load_from_hub
 from leadout.errors import DataError
 from leadout.interfaces import Task
 
@@ -49,8 +50,10 @@ class Row:
         return found
 
 
-def read_rows(path: Path, num_rows: int | None = None) -> list[Row]:
+def read_rows(path: Path, num_rows: int | None = None, setting: str = "data.train.path") -> list[Row]:
     """The first `num_rows` rows of a .jsonl, .json or .parquet file (all by default).
+
+    `setting` is what named the file, for the message when it is not there.
 
     Raises:
         DataError: no such file, another format, a broken line, or no rows.
@@ -60,7 +63,7 @@ def read_rows(path: Path, num_rows: int | None = None) -> list[Row]:
     if path.suffix not in readers:
         raise DataError(f"{path}: expected a {', '.join(readers)} file, got {path.suffix or 'no extension'}")
     if not path.is_file():
-        raise DataError(f"{path}: no such data file; check data.train.path (relative to where you run)")
+        raise DataError(f"{path}: no such data file; check {setting} (relative to where you run)")
     rows: list[Row] = []
     for where, columns in islice(readers[path.suffix](path), num_rows):
         if not isinstance(columns, dict):
@@ -76,12 +79,11 @@ def hub_rows(name: str, split: str = "train", num_rows: int | None = None) -> li
         DataError: not found, not reachable, no such split, or no rows.
 
     """
-    from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
     repository, _, configuration = name.partition(":")
     try:
-        loaded = load_dataset(repository, configuration or None, split=split)
+        loaded = load_from_hub(repository, configuration or None, split)
     except (OSError, ValueError, DatasetsError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
@@ -130,11 +132,31 @@ def _json(path: Path) -> Iterator[tuple[str, object]]:
 
 def _parse(text: bytes, where: str) -> object:
     try:
-        return json.loads(text)
+        parsed = json.loads(text)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: expected UTF-8 text, got byte {error.object[error.start]:#04x}") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: expected JSON, got {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: expected columns nested a few levels deep, got far deeper JSON") from error
+    except ValueError as error:  # Python reads no integer of more than 4,300 digits
+        raise DataError(f"{where}: expected numbers of ordinary size, got an integer of thousands of digits") from error
+    _refuse_half_characters(text, parsed, where)
+    return parsed
+
+
+def _refuse_half_characters(text: bytes, parsed: object, where: str) -> None:
+    r"""JSON may escape half of a character (``\ud83d`` alone), which no tokenizer and no file can hold."""
+    if b"\\ud" not in text.lower():
+        return
+    try:
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        raise DataError(
+            f"{where}: expected whole characters, got half of one (the lone surrogate \\u{half:04x}); "
+            "write the character itself, or both halves"
+        ) from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, object]]:

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from leadout.errors import ModelError
+from leadout.storage import writing
 
 Progress = Callable[[str], None]
 
@@ -106,7 +107,8 @@ def fetch(alias: str, *, progress: Progress | None = None) -> Path:
         say("unpacking the weights to bfloat16")
         built = scratch / "model"
         built.mkdir()
-        _convert(gguf, built, wanted)
+        with writing(built):
+            _convert(gguf, built, wanted)
         _record(built, wanted)
         _move_into_place(built, folder, wanted)
     say(f"{alias} is in {folder}")
@@ -203,7 +205,12 @@ def _is_intact(folder: Path, wanted: Alias) -> bool:
     weights, record_file = folder / _WEIGHTS, folder / _RECORD
     if not (weights.is_file() and record_file.is_file() and (folder / "config.json").is_file()):
         return False
-    record = json.loads(record_file.read_text())
+    try:
+        record = json.loads(record_file.read_text(encoding="utf-8"))
+    except ValueError:
+        return False  # damaged; the caller says so
+    if not isinstance(record, dict):
+        return False
     status = weights.stat()
     if record.get("sha256") != wanted.weights_sha256 or record.get("size") != status.st_size:
         return False

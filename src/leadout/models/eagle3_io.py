@@ -244,7 +244,9 @@ def _check_numbers(tensors: object, folder: Path) -> None:
             expected = "whole numbers" if is_map else "floating-point numbers"
             raise ModelError(f"{folder}: expected {name} to hold {expected}, got {tensor.dtype}; export it again")
         if not is_map and not is_finite(tensor):
-            raise ModelError(f"{folder}: expected finite numbers in {name}, got NaN or infinity; use another checkpoint")
+            raise ModelError(
+                f"{folder}: expected finite numbers in {name}, got NaN or infinity; use another checkpoint"
+            )
 
 
 def _canonical(tensors: Mapping[str, Tensor], spec: Eagle3Spec) -> dict[str, Tensor]:

@@ -149,7 +149,7 @@ def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
         listed = _read_json(index).get("weight_map")
-        shards = list(listed.values()) if isinstance(listed, dict) else [None]
+        shards: list[Any] = list(listed.values()) if isinstance(listed, dict) else [None]
         if not all(isinstance(shard, str) for shard in shards):
             raise ModelError(f"expected weight_map in {index} to name a file for every tensor; copy the file again")
         return [path / shard for shard in sorted(set(shards))]

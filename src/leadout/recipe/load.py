@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from leadout.config import RunConfig, Section
 from leadout.errors import ConfigError
 from leadout.recipe.keys import ACCEPTED, foreign_key, nearest_key
-from leadout.recipe.loader import RecipeLoader
+from leadout.recipe.loader import load_yaml
 from leadout.recipe.problems import first_problem
 
 Tree = dict[str, Any]
@@ -63,11 +63,11 @@ def _read(path: Path) -> Tree:
     if not path.is_file():
         raise ConfigError(f"no recipe {path}; expected a YAML file such as recipes/demo.yaml")
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), RecipeLoader)
+        tree = load_yaml(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: expected UTF-8 text, got byte {error.object[error.start]:#04x}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {_one_line(error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -81,9 +81,9 @@ def _override(tree: Tree, override: str) -> None:
     if not equals or not all(parts):
         raise ConfigError(f"expected an override like pipeline.max_steps=5, got {override!r}")
     try:
-        value = yaml.load(text, RecipeLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not YAML: {_one_line(error)}") from error
+        value = load_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"override {override!r:.80}: the value is not YAML: {error}") from error
     section = tree
     for depth, part in enumerate(parts[:-1], start=1):
         if section.get(part) is None:
@@ -92,10 +92,6 @@ def _override(tree: Tree, override: str) -> None:
         if not isinstance(section, dict):
             raise ConfigError(f"override {override!r}: {'.'.join(parts[:depth])} is a value, not a section")
     section[parts[-1]] = value
-
-
-def _one_line(error: yaml.YAMLError) -> str:
-    return " ".join(str(error).split())
 
 
 def _rename(tree: Tree, section: type[Section], prefix: str) -> Tree:

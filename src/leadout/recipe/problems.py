@@ -19,6 +19,7 @@ _EXPECTED: Mapping[str, str] = MappingProxyType(
         "bool_parsing": "true or false",
         "bool_type": "true or false",
         "string_type": "text",
+        "string_too_short": "text that is not empty",
         "path_type": "a path",
         "model_type": "a section with keys",
         "model_attributes_type": "a section with keys",

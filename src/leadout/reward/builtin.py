@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -65,10 +66,14 @@ class SoftOverlong:
 
 def _numeric_answer(completion: Completion) -> Decimal:
     answer = completion.require_answer("number")
+    plain = re.sub(r"(?<=\d)[ \u00a0\u2009\u202f](?=\d{3})", "", answer.strip().replace("\u2212", "-"))
     try:
-        return Decimal(answer.strip().replace(",", "").removeprefix("$"))
+        value = Decimal(plain.replace(",", "").removeprefix("$"))
     except InvalidOperation:
+        value = Decimal("nan")
+    if not value.is_finite():
         raise DataError(
             f"reward function number needs a number as ground truth, {completion.prompt.id} has {answer!r:.60}; "
             "use the function math or exact"
-        ) from None
+        )
+    return value

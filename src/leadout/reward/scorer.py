@@ -6,6 +6,7 @@ reward 0 and is masked, so that nothing is learnt from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from leadout.errors import ConfigError
@@ -70,7 +71,8 @@ def make_terms(
     """Terms from (function, weight) pairs; `task` is the procedural task that made the prompts, if one did.
 
     Raises:
-        ConfigError: an unknown function, one named twice, `task` without a task, or none at all.
+        ConfigError: an unknown function, one named twice, a weight that is not finite, `task` without a task, or none
+            at all.
 
     """
     if not functions:
@@ -78,6 +80,9 @@ def make_terms(
     names = [name for name, _ in functions]
     if len(set(names)) < len(names):
         raise ConfigError(f"expected every reward function once, got {', '.join(names)}")
+    for name, weight in functions:
+        if not math.isfinite(weight):
+            raise ConfigError(f"reward function {name}: expected a finite weight, got {weight}; set weight: 1.0")
     return tuple(
         RewardTerm(name=name, function=_function(name, task, max_completion_length), weight=weight)
         for name, weight in functions

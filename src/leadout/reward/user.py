@@ -12,12 +12,14 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leadout.errors import ConfigError, DataError
+from leadout.errors import ConfigError, DataError, LeadoutError
 from leadout.reward.completion import Completion, RewardFunction
 
 _TRL = ("prompts", "completions", "completion_ids", "trainer_state")
@@ -36,7 +38,7 @@ def load_user_function(name: str) -> RewardFunction:
     """The function behind ``package.module:function``; modules of the working directory are found too.
 
     Raises:
-        ConfigError: no such module or function, or a signature of neither kind.
+        ConfigError: no such module or function, a module that cannot be imported, or a signature of neither kind.
 
     """
     function = _find(name)
@@ -67,10 +69,14 @@ class _TrlReward:
         offered["trainer_state"] = TrainerState(max(each.version for each in completions))
         arguments = offered if self.wanted is None else {key: offered[key] for key in offered if key in self.wanted}
         self._require_columns(arguments)
-        rewards = _resolve(self.function(**arguments))
-        if not isinstance(rewards, Sequence) or len(rewards) != len(completions):
-            got = f"{len(rewards)}" if isinstance(rewards, Sequence) else type(rewards).__name__
-            raise DataError(f"reward function {self.name}: expected a list of {len(completions)} rewards, got {got}")
+        rewards = _call(self.name, self.function, arguments, f"a list of {len(completions)} numbers or None")
+        is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
+        if not is_list or len(rewards) != len(completions):
+            got = f"{len(rewards)}" if is_list else type(rewards).__name__
+            raise DataError(
+                f"reward function {self.name}: expected a list of {len(completions)} rewards, got {got}; "
+                "return one number (or None) for every completion"
+            )
         return [_checked(self.name, reward) for reward in rewards]
 
     def _require_columns(self, arguments: dict[str, Any]) -> None:
@@ -102,7 +108,7 @@ class _VerlReward:
             "extra_info": columns.get("extra_info"),
         }
         arguments = offered if self.wanted is None else {key: offered[key] for key in offered if key in self.wanted}
-        result = _resolve(self.function(**arguments))
+        result = _call(self.name, self.function, arguments, "a number, or a dict with a number under 'score'")
         if isinstance(result, dict):
             if "score" not in result:
                 raise DataError(
@@ -122,7 +128,8 @@ def _find(name: str) -> Callable[..., Any]:
     if here not in sys.path:
         sys.path.append(here)
     try:
-        module = importlib.import_module(module_name)
+        with _guarded(f"reward function {name}: importing {module_name}", ConfigError, "mend the module"):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise ConfigError(
@@ -166,6 +173,31 @@ def _trl_completion(completion: Completion) -> str | list[dict[str, str]]:
     return [{"role": "assistant", "content": completion.text}]
 
 
+def _call(name: str, function: Callable[..., Any], arguments: dict[str, Any], expected: str) -> Any:
+    with _guarded(f"reward function {name}", DataError, f"expected {expected}"):
+        return _resolve(function(**arguments))
+
+
+@contextmanager
+def _guarded(what: str, kind: type[LeadoutError], remedy: str) -> Iterator[None]:
+    """Run somebody else's code: whatever it raises, even SystemExit, is told with the line that raised it.
+
+    A broad catch is right only here, since a foreign function may raise anything. A missing module passes through.
+    """
+    try:
+        yield
+    except (ModuleNotFoundError, LeadoutError):
+        raise
+    except (Exception, SystemExit) as error:
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        if isinstance(error, SyntaxError):
+            where = f"{error.filename} line {error.lineno}"
+        else:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename} line {last.lineno}"
+        raise kind(f"{what} raised {type(error).__name__}: {reason:.200} ({where}); {remedy}") from error
+
+
 def _resolve(result: Any) -> Any:
     return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
 
@@ -177,10 +209,13 @@ async def _wait_for(result: Any) -> Any:
 def _checked(name: str, reward: object) -> float | None:
     if reward is None:
         return None
+    shown = " ".join(f"{reward!r:.60}".split())
+    if isinstance(reward, str | bytes):
+        raise DataError(f"reward function {name}: expected numbers or None, got {shown}; return a number")
     try:
         value = float(reward)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise DataError(f"reward function {name}: expected numbers or None, got {reward!r:.60}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise DataError(f"reward function {name}: expected numbers or None, got {shown}; return a number") from None
     if not math.isfinite(value):
-        raise DataError(f"reward function {name}: expected finite numbers, got {value}")
+        raise DataError(f"reward function {name}: expected finite numbers, got {value}; return None to pass")
     return value

@@ -23,6 +23,7 @@ from leadout.errors import CheckpointError, ModelError
 from leadout.models.eagle3 import Eagle3Head
 from leadout.models.eagle3_io import read_eagle3, write_eagle3
 from leadout.records import Finish, Prompt, Rollout, RolloutId, Rounds, Source, Span
+from leadout.storage import writing
 from leadout.train.cotrain import DraftTrainer
 
 
@@ -39,7 +40,8 @@ def write_learner(folder: Path, model: nn.Module, drafter: DraftTrainer | None, 
     policy, temporary = folder / "policy", folder / ".policy.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     hf_model: Any = model
-    hf_model.save_pretrained(temporary)
+    with writing(folder):
+        hf_model.save_pretrained(temporary)
     shutil.rmtree(policy, ignore_errors=True)
     temporary.replace(policy)
     whole: dict[str, Any] = {"version": state.version, "optimizer": state.optimizer, "drafter": None, "replay": []}
@@ -48,7 +50,8 @@ def write_learner(folder: Path, model: nn.Module, drafter: DraftTrainer | None, 
         whole["drafter"] = drafter.state_dict()
         whole["replay"] = [_packed(rollout) for rollout in drafter.replay]
     temporary_file = folder / ".learner.pt.tmp"
-    torch.save(whole, temporary_file)
+    with writing(folder):
+        torch.save(whole, temporary_file)
     temporary_file.replace(folder / "learner.pt")
 
 
