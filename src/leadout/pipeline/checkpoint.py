@@ -92,15 +92,16 @@ class Checkpoints:
             if final.exists():
                 shutil.rmtree(final)
             temporary.rename(final)
-        except BaseException as error:
+        except (OSError, RuntimeError) as error:
             # Libraries report a full disk under classes of their own; the disk itself says what happened.
             full = shutil.disk_usage(self._folder.parent).free < _FULL_DISK
-            self.remove_partial()
             if full or (isinstance(error, OSError) and is_disk_full(error)):
                 raise CapacityError(
                     f"disk full: expected room for a checkpoint in {final}; free some space, then resume the run"
                 ) from error
             raise
+        finally:
+            self.remove_partial()
         for step in self.steps()[: -self._keep]:
             self._delete(step)
         return final
