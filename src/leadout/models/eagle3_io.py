@@ -54,7 +54,7 @@ def read_eagle3(
         policy: The policy's state dict; lends its `lm_head` to a head that was saved without one and whose
             vocabulary is the policy's, and its shapes are checked against the config.
         target_hidden_size: The policy's width, if only that is known.
-        num_layers: The policy's layers; the head may tap none beyond them.
+        num_layers: The policy's layers; the head may tap what enters each of them, or what leaves the last.
 
     Raises:
         ModelError: files missing, truncated or of another architecture; tensors missing, extra or misshapen; no
@@ -226,8 +226,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _check_layer_ids(spec: Eagle3Spec, folder: Path, num_layers: int | None) -> None:
     lowest, highest = min(spec.layer_ids), max(spec.layer_ids)
-    if lowest < 0 or (num_layers is not None and highest >= num_layers):
-        known = "not be negative" if num_layers is None else f"lie in 0..{num_layers - 1} (the policy's layers)"
+    if lowest < 0 or (num_layers is not None and highest > num_layers):
+        known = "not be negative" if num_layers is None else f"lie in 0..{num_layers} (the state entering each layer)"
         raise ModelError(
             f"{folder}: expected eagle_aux_hidden_state_layer_ids to {known}, got {list(spec.layer_ids)}; "
             "use a head trained for this policy"
