@@ -121,7 +121,7 @@ def test_a_real_draft_head_on_a_real_decoder_emits_whole_rollouts_of_the_policy(
     params = params_of(**law, max_new_tokens=3)
     fused, drafter = tiny_policy_and_drafter()
     generator = engine(fused, drafter, 2, num_slots=SLOTS, max_len=16)
-    rollouts = run(generator, many_requests(ROLLOUTS // 2, (0, 1, 4), [params]))
+    rollouts = run(generator, many_requests(ROLLOUTS, (0, 1, 4), [params]))
     assert_exact(rollouts, params, decoder_law(fused, params), prompt=(0, 1, 4), vocab_size=6)
     accepted = sum(int(rollout.rounds.accepted.sum()) for rollout in rollouts)
     assert 0.1 < accepted / sum(int(rollout.rounds.drafted.sum()) for rollout in rollouts) < 0.95
