@@ -7,7 +7,7 @@ does not show here. `Drafter` lives inside a generator and is the one Protocol t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -163,6 +163,10 @@ class DraftProbs:
     token_ids_V: torch.Tensor | None
     """Policy id of each column, i64[V]; None when the draft vocabulary is the policy's."""
 
+    def take(self, index_R: torch.Tensor) -> DraftProbs:
+        """Those of some rows, i64[R]."""
+        return replace(self, values_BKV=self.values_BKV[index_R], columns_BK=self.columns_BK[index_R])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
@@ -177,6 +181,16 @@ class Draft:
     looked_up_B: npt.NDArray[np.bool_] | None = None
     """Rows whose drafts are point masses although `probs` is there for others, bool[B]; their q is not used. A drafter
     that mixes both kinds sets it in every round; None is a drafter of one kind."""
+
+    def take(self, rows_R: npt.NDArray[np.int64]) -> Draft:
+        """The drafts of some rows."""
+        index_R = self.tokens_BK.new_tensor(rows_R)
+        return Draft(
+            tokens_BK=self.tokens_BK[index_R],
+            counts_B=self.counts_B[rows_R],
+            probs=None if self.probs is None else self.probs.take(index_R),
+            looked_up_B=None if self.looked_up_B is None else self.looked_up_B[rows_R],
+        )
 
 
 class Noise(Protocol):

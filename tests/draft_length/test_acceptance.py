@@ -56,12 +56,20 @@ def test_old_rounds_are_forgotten_at_the_rate_of_the_memory():
     assert stats.rates()[0] == pytest.approx(np.exp(-1), abs=0.02)
 
 
-def test_plain_rows_leave_the_statistics_alone():
-    stats = AcceptanceStats(2, memory=10.0)
-    stats.record(counts(2, 2), counts(2, 1))
-    before = stats.state_dict()
-    stats.record(counts(0, 0), counts(0, 0))
-    assert stats.state_dict() == before
+def test_rows_without_drafts_lower_coverage_and_leave_acceptance_alone():
+    stats = AcceptanceStats(2, memory=1e12)
+    stats.record(counts(2, 2, 2, 2), counts(2, 1, 2, 0))
+    before, covered = stats.rates(), stats.coverage
+    stats.record(counts(0, 0, 0, 0), counts(0, 0, 0, 0), 2)
+    np.testing.assert_array_equal(stats.rates(), before)
+    assert (covered, stats.coverage) == (1.0, pytest.approx(8 / 12))
+
+
+def test_expected_drafts_count_rows_that_found_fewer_than_were_wanted():
+    stats = AcceptanceStats(3, memory=1e12)
+    assert stats.expected_drafts().tolist() == [0.0, 1.0, 2.0, 3.0]
+    stats.record(counts(1, 1, 3, 3), counts(0, 0, 0, 0), 3)
+    np.testing.assert_allclose(stats.expected_drafts(), [0.0, 1.0, 1.75, 2.5])
 
 
 def test_state_survives_json():

@@ -17,19 +17,24 @@ class Machine:
         self.step, self.per_token, self.draft = step, per_token, draft
         self.rng = np.random.default_rng(0)
         self.lengths: list[int] = []
+        self.tokens, self.clock = 0, 0.0
 
     def round(self, length: GoodputLength | FixedLength, rows: int) -> int:
-        k = length.choose(rows)
+        choice = length.choose(rows)
+        k = choice.num_drafts
         hits = np.minimum.accumulate(self.rng.random((rows, max(k, 1))) < self.accept, axis=1).sum(1) if k else 0
-        length.record(
-            RoundOutcome(
-                num_drafts=k,
-                drafted_B=np.full(rows, k, np.int64),
-                accepted_B=np.full(rows, 0, np.int64) + hits,
-                draft_seconds=k * self.draft,
-                verify_seconds=self.seconds(rows, k) - k * self.draft,
-            )
+        asks_B = np.arange(rows) < choice.num_rows
+        outcome = RoundOutcome(
+            num_drafts=k,
+            num_asked=choice.num_rows if k else 0,
+            drafted_B=np.where(asks_B, k, 0),
+            accepted_B=np.where(asks_B, hits, 0),
+            draft_seconds=k * self.draft,
+            verify_seconds=self.step + self.per_token * (rows + k * choice.num_rows),
         )
+        length.record(outcome)
+        self.tokens += rows + int(outcome.accepted_B.sum())
+        self.clock += outcome.draft_seconds + outcome.verify_seconds
         self.lengths.append(k)
         return k
 
@@ -61,8 +66,9 @@ def test_the_length_with_the_best_goodput_is_found():
     machine = Machine(0.8)
     chosen = settle(machine, GoodputLength(6), 2)
     best = max(machine.goodput(2, k) for k in range(7))
-    assert min(machine.goodput(2, k) for k in chosen) > 0.95 * best
-    assert min(chosen) >= 3
+    good = [k for k in chosen if machine.goodput(2, k) > 0.95 * best]
+    assert len(good) >= 196, "all but the plain steps that keep the clock fresh"
+    assert min(good) >= 3
 
 
 @pytest.mark.parametrize(
@@ -85,21 +91,19 @@ def test_full_batches_go_without_and_the_tail_of_few_rows_drafts():
     assert np.mean(machine.run(length, 1, 100)) > 1.5
 
 
-@pytest.mark.parametrize("accept", [0.05, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("accept", [0.0, 0.05, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_a_choice_never_forecasts_less_than_plain_decoding(accept, rows):
-    machine, length = Machine(accept, per_token=0.5), GoodputLength(5)
-    for _ in range(600):
-        before = None if length.costs.forward.is_empty else length.forecast(rows)
-        state = length.state_dict()
-        k = machine.round(length, rows)
-        is_probe = k > 0 and state["current"] == 0 and length.state_dict()["rounds_off"] == 0
-        if before is not None and not is_probe:
-            assert before[k] * 1.03 >= before[0]
+@pytest.mark.parametrize("per_token", [0.02, 0.5, 3.0])
+def test_learning_included_it_is_hardly_slower_than_the_best_fixed_length(accept, rows, per_token):
+    machine, length = Machine(accept, per_token=per_token), GoodputLength(5)
+    machine.run(length, rows, 1500)
+    best = max(machine.goodput(rows, k) for k in range(6))
+    assert machine.tokens / machine.clock > 0.95 * best
+    assert machine.tokens / machine.clock > 0.98 * machine.goodput(rows, 0)
 
 
 def test_nothing_is_drafted_before_a_plain_step_was_measured():
-    assert GoodputLength(5).choose(4) == 0
+    assert GoodputLength(5).choose(4).num_drafts == 0
 
 
 def test_probes_are_at_most_two_in_a_hundred_rounds_at_any_load():
@@ -128,17 +132,17 @@ def test_a_gain_below_three_percent_changes_nothing():
     length._rounds_off = 0
     gain = length.forecast(1)[1] / length.forecast(1)[0]
     assert 1.0 < gain < 1.03
-    assert length.choose(1) == 0
+    assert length.choose(1).num_drafts == 0
     cheaper = GoodputLength(1, CostProfile(Curve({1: 1.0, 2: 1.2}), Curve({1: 1e-6}), frozen=True))
     cheaper._rounds_off = 0
-    assert cheaper.choose(1) == 1
+    assert cheaper.choose(1).num_drafts == 1
 
 
 def test_catching_up_is_charged_over_the_rounds_that_remain():
     costs = CostProfile(Curve({1: 1.0, 100: 1.0}), Curve({1: 0.001}), frozen=True)
     length = GoodputLength(1, costs)
     length._rounds_off = 0
-    assert length.choose(1, backlog=100, remaining=1.0) == 1
+    assert length.choose(1, backlog=100, remaining=1.0).num_drafts == 1
     forecast = length.forecast(1, backlog=100, remaining=13.0)
     assert forecast[1] == pytest.approx(1.3 / (1.001 + 0.1 / 10))
     assert forecast[0] == pytest.approx(1.0)

@@ -18,22 +18,46 @@ def test_below_the_first_point_it_is_flat_and_beyond_the_last_it_keeps_the_mean_
     assert (curve.at(1), curve.at(10)) == (10.0, pytest.approx(13.0))
 
 
+def test_the_slope_of_points_close_together_is_not_believed():
+    assert Curve({32: 10.0, 38: 16.0}).at(76) == 32.0
+
+
+def test_the_least_a_larger_pass_costs_is_the_largest_measured():
+    curve = Curve({4: 10.0, 8: 12.0})
+    assert [curve.least(n) for n in (6, 8, 100)] == [11.0, 12.0, 12.0]
+    assert [curve.reaches(n) for n in (2, 8, 9)] == [True, True, False]
+
+
 def test_one_point_alone_grows_in_proportion():
     assert Curve({4: 10.0}).at(8) == 20.0
 
 
 def test_a_forecast_never_falls_with_more_tokens():
     curve = Curve({1: 10.0, 2: 30.0, 4: 12.0})
-    assert [curve.at(n) for n in (2, 3, 4, 8)] == sorted(curve.at(n) for n in (2, 3, 4, 8))
-    assert curve.at(4) == 30.0
+    assert [curve.at(n) for n in (1, 2, 3, 4)] == pytest.approx([10.0, 21.0, 21.0, 21.0])
 
 
-def test_measurements_are_smoothed():
+def test_one_late_round_moves_nothing():
     curve = Curve()
     assert curve.is_empty
-    for seconds in (10.0, 20.0, 20.0):
+    for seconds in (10.0, 11.0, 500.0, 10.5, 10.2):
         curve.record(3, seconds)
-    assert curve.points() == {3: pytest.approx(13.6)}
+    assert curve.points() == {3: 10.5}
+
+
+def test_an_old_measurement_gives_way_to_nine_new_ones():
+    curve = Curve()
+    for seconds in [50.0] * 9 + [10.0] * 9:
+        curve.record(3, seconds)
+    assert curve.at(3) == 10.0
+
+
+def test_large_counts_about_equal_share_a_point():
+    curve = Curve()
+    for count, seconds in ((64, 10.0), (65, 12.0), (66, 14.0), (90, 20.0)):
+        curve.record(count, seconds)
+    assert curve.points() == {66: 12.0, 90: 20.0}
+    assert curve.knows(63) and not curve.knows(75)
 
 
 def test_a_round_costs_its_forward_pass_and_its_drafts():
@@ -48,7 +72,7 @@ def test_unmeasured_drafts_count_as_a_tenth_of_a_plain_step():
 
 def test_rounds_are_recorded_by_tokens_and_drafts_by_rows():
     costs = CostProfile()
-    costs.record(4, 3, 6.0, 20.0)
+    costs.record(16, 3, 6.0, 20.0, asked=4)
     costs.record(4, 0, 0.0, 10.0)
     assert costs.forward.points() == {16: 20.0, 4: 10.0}
     assert costs.draft.points() == {4: 2.0}
@@ -56,7 +80,7 @@ def test_rounds_are_recorded_by_tokens_and_drafts_by_rows():
 
 def test_catching_up_is_learnt_apart_from_drafting():
     costs = CostProfile(Curve({1: 1.0, 100: 2.0}), Curve({4: 2.0}))
-    costs.record(4, 3, 16.0, 1.5, 50)
+    costs.record(16, 3, 16.0, 1.5, asked=4, backlog=50)
     assert costs.draft.points() == {4: 2.0}
     assert costs.catch_up_seconds(50) == pytest.approx(10.0)
     assert costs.catch_up_seconds(0) == 0.0
@@ -64,7 +88,7 @@ def test_catching_up_is_learnt_apart_from_drafting():
 
 def test_a_frozen_profile_ignores_what_is_measured():
     costs = CostProfile(Curve({1: 10.0}), Curve({1: 2.0}), frozen=True)
-    costs.record(1, 2, 100.0, 100.0)
+    costs.record(3, 2, 100.0, 100.0, asked=1)
     assert (costs.is_frozen, costs.forward.points(), costs.draft.points()) == (True, {1: 10.0}, {1: 2.0})
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from leadout.draft_length.controller import RoundOutcome
+from leadout.draft_length.controller import Choice, RoundOutcome
 from leadout.drafters.eagle3 import Eagle3Drafter
 from leadout.drafters.ngram import NgramDrafter
 from leadout.interfaces import Draft, DraftProbs
@@ -222,8 +222,8 @@ class HistoryLength:
     def __init__(self) -> None:
         self.history = 0
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = 0.0) -> int:
-        return self.history % 4
+    def choose(self, rows: int, *, backlog: int = 0, remaining: float = 0.0) -> Choice:
+        return Choice(self.history % 4, 1 + self.history % rows)
 
     def record(self, outcome: RoundOutcome) -> None:
         self.history = (5 * self.history + 1 + int(outcome.accepted_B.sum())) % 97

@@ -1,4 +1,7 @@
-"""How often drafts are accepted, by position in the round; the forecast of `leadout.draft_length.controller`.
+"""How often drafts are made and accepted, by position in the round; the forecast of `leadout.draft_length.controller`.
+
+A drafter that looks text up drafts in some rows and not in others: coverage, drafts made and drafts accepted are
+counted apart.
 
 Axes: B rows, K draft positions.
 """
@@ -22,20 +25,54 @@ class AcceptanceStats:
         self._memory = memory
         self._trials_K = np.zeros(max_length)
         self._hits_K = np.zeros(max_length)
+        self._asked = 0.0
+        self._drafting = 0.0
+        self._wanted_K = np.zeros(max_length)
+        self._made_K = np.zeros(max_length)
 
     @property
     def num_trials(self) -> float:
         """Discounted number of row-rounds seen with at least one draft."""
         return float(self._trials_K[0])
 
-    def record(self, drafted_B: npt.NDArray[np.int64], accepted_B: npt.NDArray[np.int64]) -> None:
-        """Take one round: position i (0-based) was reached where at least i drafts were accepted and more drafted."""
+    @property
+    def num_asked(self) -> float:
+        """Discounted number of row-rounds in which the drafter was asked."""
+        return self._asked
+
+    def record(
+        self,
+        drafted_B: npt.NDArray[np.int64],
+        accepted_B: npt.NDArray[np.int64],
+        num_drafts: int | None = None,
+    ) -> None:
+        """Take one round: position i (0-based) was reached where at least i drafts were accepted and more drafted.
+
+        `num_drafts`: how many each row was asked for; None: as many as the longest draft.
+        """
         position_K = np.arange(self._trials_K.size)
         reached_BK = (position_K < drafted_B[:, None]) & (position_K <= accepted_B[:, None])
         accepted_BK = (position_K < accepted_B[:, None]) & (position_K < drafted_B[:, None])
-        keep = float(np.exp(-np.count_nonzero(drafted_B) / self._memory))
+        drafting = int(np.count_nonzero(drafted_B))
+        keep = float(np.exp(-drafting / self._memory))
         self._trials_K = self._trials_K * keep + reached_BK.sum(0)
         self._hits_K = self._hits_K * keep + accepted_BK.sum(0)
+        keep_asked = float(np.exp(-len(drafted_B) / self._memory))
+        self._asked = self._asked * keep_asked + len(drafted_B)
+        self._drafting = self._drafting * keep_asked + drafting
+        wanted = int(drafted_B.max(initial=0)) if num_drafts is None else num_drafts
+        self._wanted_K = self._wanted_K * keep + drafting * (position_K < wanted)
+        self._made_K = self._made_K * keep + (position_K < drafted_B[:, None]).sum(0)
+
+    @property
+    def coverage(self) -> float:
+        """Share of the rows asked that draft anything; 1 where nothing was seen yet."""
+        return (self._drafting + _PRIOR_TRIALS) / (self._asked + _PRIOR_TRIALS)
+
+    def expected_drafts(self) -> npt.NDArray[np.float64]:
+        """f64[K+1]: expected drafts of a row that drafts, when asked for k = 0..K."""
+        share_K = (self._made_K + _PRIOR_TRIALS) / (self._wanted_K + _PRIOR_TRIALS)
+        return np.concatenate([[0.0], np.cumsum(share_K)])
 
     def rates(self) -> npt.NDArray[np.float64]:
         """f64[K]: P(accepted at position i | reached); unseen positions lean on the one before."""
@@ -47,14 +84,26 @@ class AcceptanceStats:
         return rates_K
 
     def expected_committed(self) -> npt.NDArray[np.float64]:
-        """f64[K+1]: expected tokens a row commits in a round of k = 0..K drafts, 1 + sum of chained acceptances."""
+        """f64[K+1]: expected tokens a row that drafts commits, k = 0..K: 1 + sum of chained acceptances."""
         return np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(self.rates()))])
 
     def state_dict(self) -> dict[str, object]:
         """JSON-serialisable counts."""
-        return {"trials": self._trials_K.tolist(), "hits": self._hits_K.tolist()}
+        return {
+            "trials": self._trials_K.tolist(),
+            "hits": self._hits_K.tolist(),
+            "asked": self._asked,
+            "drafting": self._drafting,
+            "wanted": self._wanted_K.tolist(),
+            "made": self._made_K.tolist(),
+        }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore counts."""
+        asked, drafting = state["asked"], state["drafting"]
+        assert isinstance(asked, float | int) and isinstance(drafting, float | int)
         self._trials_K = np.asarray(state["trials"], np.float64)
         self._hits_K = np.asarray(state["hits"], np.float64)
+        self._wanted_K = np.asarray(state["wanted"], np.float64)
+        self._made_K = np.asarray(state["made"], np.float64)
+        self._asked, self._drafting = float(asked), float(drafting)

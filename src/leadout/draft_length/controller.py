@@ -21,6 +21,27 @@ from leadout.draft_length.goodput import best_draft_length
 _HYSTERESIS = 1.03
 _PROBE_AFTER = 60
 _PROBE_AT_LATEST = 150
+_FIRST_PROBE_AFTER = 6
+"""While little is known of the drafter, probes follow each other after so many rounds."""
+_KNOWN = 8.0
+"""Row-rounds asked after which acceptance counts as known."""
+_PROBE_SHARE = 16
+"""One row in so many drafts in a probe."""
+_EXPLORE_GAIN = 1.1
+"""A round of a size never measured is tried where even its least cost would gain this much."""
+_REFRESH_AFTER = 64
+"""Rounds of speculation after which one plain step keeps its own time fresh."""
+_DECIDE_EVERY = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the next round drafts."""
+
+    num_drafts: int
+    """Drafts per row; 0 is a plain step."""
+    num_rows: int
+    """How many of the live rows, the first ones, draft; the others go on plainly. A probe takes few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +50,8 @@ class RoundOutcome:
 
     num_drafts: int
     """k that was asked for; 0 for a plain step."""
+    num_asked: int
+    """Rows that were asked to draft, the first ones; 0 for a plain step."""
     drafted_B: npt.NDArray[np.int64]
     """Drafts verified in each row."""
     accepted_B: npt.NDArray[np.int64]
@@ -38,14 +61,14 @@ class RoundOutcome:
     verify_seconds: float
     """Seconds of everything else in the round."""
     backlog: int = 0
-    """Tokens, over all rows, that the drafter had to catch up on first."""
+    """Tokens, over the rows asked, that the drafter had to catch up on first."""
 
 
 class DraftLength(Protocol):
     """Chooses k."""
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> int:
-        """Drafts per row for a round of `rows` live rows; 0 is a plain step.
+    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> Choice:
+        """Drafts for a round of `rows` live rows.
 
         `backlog`: tokens, over all rows, that the drafter would first have to catch up on; `remaining`: mean tokens
         that the rows may still generate, over which that pays back.
@@ -71,9 +94,9 @@ class FixedLength:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> int:
+    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> Choice:
         """k, whatever the load."""
-        return self._num_drafts
+        return Choice(self._num_drafts, rows)
 
     def record(self, outcome: RoundOutcome) -> None:
         """Nothing to learn."""
@@ -89,8 +112,8 @@ class FixedLength:
 class GoodputLength:
     """argmax over k of expected committed tokens / forecast seconds, with k = 0 among the choices.
 
-    A new choice must beat the present one by 3 %. While off, one round in at least 60 probes, preferably in the tail
-    of a batch where it costs least, so that an improving drafter is noticed.
+    A new choice must beat the present one by 3 %. While off, every 60th round or so a few rows probe, preferably in the
+    tail of a batch where it costs least, so that an improving drafter is noticed; while on, every 64th round is plain.
     """
 
     def __init__(self, max_length: int, costs: CostProfile | None = None) -> None:
@@ -99,34 +122,84 @@ class GoodputLength:
         self._max_length = max_length
         self._current = 0
         self._rounds_off = _PROBE_AFTER
+        self._rounds_on = 0
         self._most_rows = 0
+        self._decided: tuple[int, int] = (0, 0)
+        """Rows of the latest decision and rounds since."""
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> int:
-        """k for the next round."""
-        if self.costs.forward.is_empty:
-            return 0
+    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> Choice:
+        """Drafts for the next round."""
+        if not self.costs.is_frozen and not self.costs.forward.knows(rows):
+            return Choice(0, rows)
         if self._probe_is_due(rows):
             self._rounds_off = 0
             self._most_rows = 0
-            return min(3, self._max_length)
-        tokens_K = self.acceptance.expected_committed()
-        seconds_K = self._round_seconds(rows, tokens_K, backlog, remaining)
+            return Choice(min(3, self._max_length), -(-rows // _PROBE_SHARE))
+        self._rounds_on = self._rounds_on + 1 if self._current else 0
+        if self._rounds_on > _REFRESH_AFTER and not self.costs.is_frozen:
+            self._rounds_on = 0
+            return Choice(0, rows)
+        decided_for, age = self._decided
+        if rows != decided_for or age >= _DECIDE_EVERY:
+            # A round that explores is judged at once.
+            age = _DECIDE_EVERY - 1 if self._decide(rows, backlog, remaining) else 0
+        self._decided = rows, age + 1
+        return Choice(self._current, rows)
+
+    def _decide(self, rows: int, backlog: int, remaining: float) -> bool:
+        """Set the present k; whether that is a try of a size never measured."""
+        tokens_K, verified_K = self._expected()
+        seconds_K = self._round_seconds(rows, verified_K, tokens_K, backlog, remaining)
         best = int(best_draft_length(tokens_K, seconds_K[:, None])[0])
         goodput_K = tokens_K / seconds_K
         if goodput_K[best] > _HYSTERESIS * goodput_K[self._current]:
             self._current = best
-        return self._current
+            return False
+        if self.costs.is_frozen or self.acceptance.num_asked < _KNOWN:
+            return False
+        tried = self._worth_exploring(rows, tokens_K, verified_K, float(goodput_K[self._current]))
+        explores, self._current = tried != self._current, tried
+        return explores
+
+    def _worth_exploring(
+        self,
+        rows: int,
+        tokens_K: npt.NDArray[np.float64],
+        verified_K: npt.NDArray[np.float64],
+        present: float,
+    ) -> int:
+        """The k whose pass is larger than any measured and might gain most; the present one if none might."""
+        most, chosen = _EXPLORE_GAIN * present, self._current
+        for k in range(1, self._max_length + 1):
+            size = rows * float(verified_K[k])
+            if self.costs.forward.reaches(size):
+                continue
+            goodput = tokens_K[k] / self.costs.least_seconds(rows, k, size)
+            if goodput > most:
+                most, chosen = goodput, k
+        return chosen
 
     def forecast(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> npt.NDArray[np.float64]:
         """f64[K+1]: tokens per second for k = 0..K at this load, catching up spread over the rounds that remain."""
-        tokens_K = self.acceptance.expected_committed()
-        return np.asarray(rows * tokens_K / self._round_seconds(rows, tokens_K, backlog, remaining))
+        tokens_K, verified_K = self._expected()
+        return np.asarray(rows * tokens_K / self._round_seconds(rows, verified_K, tokens_K, backlog, remaining))
+
+    def _expected(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """f64[K+1] each: tokens that a row commits, and tokens of it in the pass."""
+        coverage = self.acceptance.coverage
+        tokens_K = 1.0 + coverage * (self.acceptance.expected_committed() - 1.0)
+        return tokens_K, 1.0 + coverage * self.acceptance.expected_drafts()
 
     def _round_seconds(
-        self, rows: int, tokens_K: npt.NDArray[np.float64], backlog: int, remaining: float
+        self,
+        rows: int,
+        verified_K: npt.NDArray[np.float64],
+        tokens_K: npt.NDArray[np.float64],
+        backlog: int,
+        remaining: float,
     ) -> npt.NDArray[np.float64]:
         """f64[K+1]: forecast seconds of a round, its share of the catching up included."""
-        seconds_K = np.array([self.costs.round_seconds(rows, k) for k in range(self._max_length + 1)])
+        seconds_K = np.array([self.costs.round_seconds(rows, k, rows * float(v)) for k, v in enumerate(verified_K)])
         rounds_K = np.maximum(remaining / tokens_K, 1.0)
         seconds_K[1:] += self.costs.catch_up_seconds(backlog) / rounds_K[1:]
         return seconds_K
@@ -136,30 +209,41 @@ class GoodputLength:
             return False
         self._rounds_off += 1
         self._most_rows = max(self._most_rows, rows)
+        if self.acceptance.num_asked < _KNOWN:
+            return self._rounds_off > _FIRST_PROBE_AFTER
         in_tail = 2 * rows <= self._most_rows or rows == 1
         return self._rounds_off > _PROBE_AT_LATEST or (self._rounds_off > _PROBE_AFTER and in_tail)
 
     def record(self, outcome: RoundOutcome) -> None:
         """Update acceptance and costs."""
-        rows = int(outcome.drafted_B.shape[0])
-        self.costs.record(rows, outcome.num_drafts, outcome.draft_seconds, outcome.verify_seconds, outcome.backlog)
-        if outcome.num_drafts:
-            self.acceptance.record(outcome.drafted_B, outcome.accepted_B)
+        asked = outcome.num_asked
+        self.costs.record(
+            int(outcome.drafted_B.shape[0] + outcome.drafted_B.sum()),
+            outcome.num_drafts,
+            outcome.draft_seconds,
+            outcome.verify_seconds,
+            asked=asked,
+            backlog=outcome.backlog,
+        )
+        if asked:
+            self.acceptance.record(outcome.drafted_B[:asked], outcome.accepted_B[:asked], outcome.num_drafts)
 
     def state_dict(self) -> dict[str, object]:
-        """Acceptance, present choice and probe clock; measured seconds are left behind with their machine."""
+        """Acceptance, present choice and clocks in rounds; measured seconds are left behind with their machine."""
         return {
             "acceptance": self.acceptance.state_dict(),
             "current": self._current,
             "rounds_off": self._rounds_off,
+            "rounds_on": self._rounds_on,
             "most_rows": self._most_rows,
+            "decided": list(self._decided),
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore it."""
-        acceptance, current = state["acceptance"], state["current"]
-        rounds_off, most_rows = state["rounds_off"], state["most_rows"]
-        assert isinstance(acceptance, dict) and isinstance(current, int)
-        assert isinstance(rounds_off, int) and isinstance(most_rows, int)
+        acceptance, decided = state["acceptance"], state["decided"]
+        counts = [state[name] for name in ("current", "rounds_off", "rounds_on", "most_rows")]
+        assert isinstance(acceptance, dict) and isinstance(decided, list)
         self.acceptance.load_state_dict(acceptance)
-        self._current, self._rounds_off, self._most_rows = current, rounds_off, most_rows
+        self._current, self._rounds_off, self._rounds_on, self._most_rows = (int(str(count)) for count in counts)
+        self._decided = int(decided[0]), int(decided[1])

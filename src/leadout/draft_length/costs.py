@@ -1,56 +1,94 @@
 """Seconds of a round by its shape, measured while running or read from a profile.
 
-A forward pass is timed by the tokens in it (rows x positions), so plain steps of many rows forecast speculative rounds
-of few; a draft is timed per drafted position by rows. Between measured points the forecast is linear, beyond them it
-keeps the last slope.
+A forward pass is timed by the tokens in it (pending tokens and drafts), so plain steps of many rows forecast
+speculative rounds of few; a draft is timed per drafted position by rows. Measurements of about the same count share a
+point, which is the median of the latest few: one late round moves nothing. Between points the forecast is linear,
+beyond them it keeps the mean slope.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+from scipy.optimize import isotonic_regression
 
 from leadout.errors import ConfigError
 
+_KEPT = 9
+"""Measurements of a point."""
+_EXACT = 8
+"""Counts up to this have points of their own; above, eight points double the count."""
 _SMOOTHING = 0.2
+_APART = 1.5
+"""Points must lie this factor apart for their slope to be believed beyond them."""
+
+
+def bucket(count: float) -> int:
+    """The point that a count belongs to."""
+    return round(count) if count <= _EXACT else round(8.0 * math.log2(count / _EXACT)) + _EXACT
 
 
 class Curve:
-    """A smoothed, non-decreasing, piecewise linear function of a count."""
+    """A non-decreasing, piecewise linear function of a count, from measurements or given points."""
 
     def __init__(self, points: Mapping[int, float] | None = None) -> None:
-        self._points: dict[int, float] = dict(points or {})
+        self._seen: dict[int, deque[tuple[float, float]]] = {}
+        self._fit: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None
+        for count, seconds in (points or {}).items():
+            self.record(count, seconds)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was measured yet."""
-        return not self._points
+        return not self._seen
 
     def record(self, count: int, seconds: float) -> None:
-        """Blend one measurement into its point."""
-        before = self._points.get(count, seconds)
-        self._points[count] = before + _SMOOTHING * (seconds - before)
+        """Take one measurement."""
+        self._seen.setdefault(bucket(count), deque(maxlen=_KEPT)).append((count, seconds))
+        self._fit = None
 
-    def at(self, count: int) -> float:
+    def knows(self, count: float) -> bool:
+        """Whether about this count was measured."""
+        return bucket(count) in self._seen
+
+    def reaches(self, count: float) -> bool:
+        """Whether about this count, or a larger one, was measured."""
+        return bool(self._seen) and bucket(count) <= max(self._seen)
+
+    def at(self, count: float) -> float:
         """Forecast seconds; needs at least one point. One point alone forecasts proportional growth beyond it."""
-        counts = sorted(self._points)
-        values = np.maximum.accumulate([self._points[c] for c in counts])
-        if count <= counts[0]:
-            return float(values[0])
+        counts, values = self._fitted()
         if count <= counts[-1]:
             return float(np.interp(count, counts, values))
-        if len(counts) == 1:
-            return float(values[0] * count / counts[0])
-        slope = max(0.0, (values[-1] - values[0]) / (counts[-1] - counts[0]))
+        if counts[-1] < _APART * counts[0]:
+            return float(values[-1] * count / counts[-1])
+        slope = (values[-1] - values[0]) / (counts[-1] - counts[0])
         return float(values[-1] + slope * (count - counts[-1]))
 
+    def least(self, count: float) -> float:
+        """As `at`, but flat beyond the largest count measured: what a larger pass costs at the very least."""
+        counts, values = self._fitted()
+        return float(np.interp(count, counts, values))
+
     def points(self) -> dict[int, float]:
-        """The measured points."""
-        return dict(self._points)
+        """The measured points: latest count of each, median seconds."""
+        return {int(seen[-1][0]): float(np.median([s for _, s in seen])) for _, seen in sorted(self._seen.items())}
+
+    def _fitted(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Counts and the nearest non-decreasing seconds."""
+        if self._fit is None:
+            ordered = [np.array(seen) for _, seen in sorted(self._seen.items())]
+            counts = np.array([seen[:, 0].mean() for seen in ordered])
+            medians = np.array([float(np.median(seen[:, 1])) for seen in ordered])
+            fit = isotonic_regression(medians, weights=[float(len(seen)) for seen in ordered])
+            self._fit = counts, np.asarray(fit.x, np.float64)
+        return self._fit
 
 
 class CostProfile:
@@ -93,24 +131,41 @@ class CostProfile:
         """Whether measurements are ignored, which makes choices independent of the clock."""
         return self._frozen
 
-    def record(self, rows: int, num_drafts: int, draft_seconds: float, verify_seconds: float, backlog: int = 0) -> None:
-        """Take one round; with a backlog the draft's time counts as catching up, less what the drafts alone cost."""
+    def record(
+        self,
+        tokens: int,
+        num_drafts: int,
+        draft_seconds: float,
+        verify_seconds: float,
+        *,
+        asked: int = 0,
+        backlog: int = 0,
+    ) -> None:
+        """Take one round of `tokens` tokens in the pass, `asked` rows of which were asked for `num_drafts` drafts.
+
+        With a backlog the draft's time counts as catching up, less what the drafts alone cost.
+        """
         if self._frozen:
             return
-        self.forward.record(rows * (num_drafts + 1), verify_seconds)
-        if not num_drafts:
+        self.forward.record(tokens, verify_seconds)
+        if not num_drafts or not asked:
             return
         if backlog:
-            extra = max(0.0, draft_seconds - num_drafts * self._per_draft(rows)) / backlog
+            extra = max(0.0, draft_seconds - num_drafts * self._per_draft(asked)) / backlog
             before = extra if self._catch_up_per_token is None else self._catch_up_per_token
             self._catch_up_per_token = before + _SMOOTHING * (extra - before)
         else:
-            self.draft.record(rows, draft_seconds / num_drafts)
+            self.draft.record(asked, draft_seconds / num_drafts)
 
-    def round_seconds(self, rows: int, num_drafts: int) -> float:
-        """Forecast of a whole round."""
-        forward = self.forward.at(rows * (num_drafts + 1))
+    def round_seconds(self, rows: int, num_drafts: int, tokens: float | None = None) -> float:
+        """Forecast of a whole round; `tokens` in the pass where not every row drafts `num_drafts`."""
+        forward = self.forward.at(rows * (num_drafts + 1) if tokens is None else tokens)
         return forward + num_drafts * self._per_draft(rows) if num_drafts else forward
+
+    def least_seconds(self, rows: int, num_drafts: int, tokens: float) -> float:
+        """What a round costs at the very least: larger passes than measured count as the largest measured."""
+        draft = 0.1 * self.forward.at(rows) if self.draft.is_empty else self.draft.least(rows)
+        return self.forward.least(tokens) + num_drafts * draft
 
     def catch_up_seconds(self, backlog: int) -> float:
         """Forecast of running tokens the drafter has not seen; unmeasured, a tenth of the policy's own pass."""

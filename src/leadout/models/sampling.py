@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from leadout.models.native.library import LAW_BLOCK, NativeLibrary, native_library
@@ -57,6 +59,12 @@ class ParamsBatch:
             any_filters=any(p.has_filters for p in params),
             any_penalties=any(p.has_penalties for p in params),
         )
+
+    def take(self, index_R: npt.NDArray[np.int64]) -> ParamsBatch:
+        """Some of the entries."""
+        index = torch.from_numpy(index_R).to(self.temperature_X.device)
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_X")}
+        return replace(self, **{name: value[index] for name, value in columns.items()})
 
     def repeat(self, times: int) -> ParamsBatch:
         """Every row `times` times in a row, for the positions of a round."""

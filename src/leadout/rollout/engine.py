@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from leadout.draft_length.controller import DraftLength
+from leadout.draft_length.controller import Choice, DraftLength
 from leadout.errors import CapacityError, ConfigError, RefitError
 from leadout.interfaces import Drafter, Running
 from leadout.records import (
@@ -27,9 +27,10 @@ from leadout.records import (
     RolloutId,
     WeightUpdate,
 )
+from leadout.rollout.live import LiveRows
 from leadout.rollout.parts import EngineParts
 from leadout.rollout.prefill import cohorts, context_of, passes, prefill
-from leadout.rollout.round import LiveRows, first_tokens, run_round
+from leadout.rollout.round import first_tokens, run_round
 from leadout.rollout.rows import Row, RowTable, already_over, unstarted
 
 ApplyUpdate = Callable[[WeightUpdate], RefitReport]
@@ -218,13 +219,11 @@ class NativeGenerator:
             self._done.extend(self._release(ended))
         self._live = None
 
-    def _backlog(self, drafter: Drafter) -> int:
-        """Tokens that a drafter with taps has to run before it can draft; none while it drafts every round."""
-        assert self._live is not None
+    def _backlog(self, drafter: Drafter, slots: Sequence[int]) -> int:
+        """Tokens of these rows that a drafter with taps has to run first; none while it drafts every round."""
         if not drafter.taps:
             return 0
-        behind_B = self._parts.kv.lengths[self._live.slots] - self._drafted_up_to_S[self._live.slots]
-        return int(behind_B.sum())
+        return int((self._parts.kv.lengths[slots] - self._drafted_up_to_S[slots]).sum())
 
     def _open(self, request: Request, slot: int) -> Row:
         params, given = request.params, request.given
@@ -257,15 +256,17 @@ class NativeGenerator:
         if self._live is None:
             order = self._parts.kv.order(list(self._rows))
             self._live = LiveRows.of([self._rows[slot] for slot in order], self._parts.device)
-        num_drafts, backlog = 0, 0
+        choice, backlog = Choice(0, 0), 0
         if self._parts.drafter is not None:
-            backlog = self._backlog(self._parts.drafter)
-            num_drafts = self._parts.draft_length.choose(
-                len(self._live.rows), backlog=backlog, remaining=float(self._table.remaining(self._live.rows).mean())
+            choice = self._parts.draft_length.choose(
+                len(self._live.rows),
+                backlog=self._backlog(self._parts.drafter, self._live.slots),
+                remaining=float(self._table.remaining(self._live.rows).mean()),
             )
-        ended, outcome = run_round(self._parts, self._sampler, self._table, self._live, num_drafts, backlog)
-        if outcome.num_drafts:
-            self._drafted_up_to_S[self._live.slots] = self._parts.kv.lengths[self._live.slots]
+            backlog = self._backlog(self._parts.drafter, self._live.slots[: choice.num_rows])
+        ended, outcome = run_round(self._parts, self._sampler, self._table, self._live, choice, backlog)
+        asked = self._live.slots[: outcome.num_asked]
+        self._drafted_up_to_S[asked] = self._parts.kv.lengths[asked]
         self._parts.draft_length.record(outcome)
         self._done.extend(self._release(ended))
 

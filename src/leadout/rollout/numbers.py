@@ -32,6 +32,17 @@ class RoundNumbers:
     _made: list[npt.NDArray[np.float64]] = field(default_factory=list, init=False, repr=False)
     """The numbers of every purpose so far, f64[4, B, N], in the last place."""
 
+    def take(self, index_R: npt.NDArray[np.int64]) -> RoundNumbers:
+        """The numbers of some of the rows."""
+        return RoundNumbers(
+            self.seed_B[index_R],
+            self.draw_B[index_R],
+            self.sibling_B[index_R],
+            self.start_B[index_R],
+            self.device,
+            self.width,
+        )
+
     def _block(self, width: int, purpose: Purpose) -> npt.NDArray[np.float64]:
         """f64[B, width]: the numbers for the round's first `width` positions."""
         if not self._made or self._made[-1].shape[2] < width:
