@@ -176,6 +176,14 @@ def filter_weights(weights_XV: torch.Tensor, params: ParamsBatch) -> torch.Tenso
     Ties at the k-th are kept; top-p keeps the smallest set reaching its share, ties by id; min-p is relative to the
     largest. Only a window of the largest weights is sorted; rows it does not settle are sorted whole.
     """
+    library = native_library() if weights_XV.dtype is torch.float32 and weights_XV.device.type == "cpu" else None
+    if library is not None:
+        return library.filtered(weights_XV, params.top_k_X, params.top_p_X, params.min_p_X)
+    return filter_sorted(weights_XV, params)
+
+
+def filter_sorted(weights_XV: torch.Tensor, params: ParamsBatch) -> torch.Tensor:
+    """`filter_weights` with PyTorch's operators."""
     weights_XV = weights_XV.clone()
     vocab_size = weights_XV.shape[-1]
     active_X = (params.top_k_X > 0) | (params.top_p_X < 1.0) | (params.min_p_X > 0.0)

@@ -6,7 +6,7 @@ import torch
 
 from leadout.models.native.library import native_library
 from leadout.models.randomness import philox4x32
-from leadout.models.sampling import Law, ParamsBatch, tempered_weights
+from leadout.models.sampling import Law, ParamsBatch, filter_sorted, tempered_weights
 from leadout.records import SamplingParams
 from tests.models.native.models import needs_kernels
 
@@ -116,3 +116,41 @@ def test_uniforms_are_the_bits_of_the_numpy_philox() -> None:
     expected = ((word0 << np.uint64(21)) | (word1 >> np.uint64(11))).astype(np.float64) * 2.0**-53
     position, second, sibling, draw = words
     assert np.array_equal(library.uniforms(seed, position, second, sibling, draw), expected)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 7},
+        {"top_k": 700},
+        {"top_p": 0.6},
+        {"top_p": 0.999},
+        {"min_p": 0.1},
+        {"top_k": 40, "top_p": 0.7, "min_p": 0.05},
+        {"top_k": 1},
+        {"top_p": 1e-9},
+        {"top_k": 5000},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ties", [False, True])
+def test_filters_keep_the_tokens_that_sorting_keeps(params: dict[str, float], ties: bool) -> None:
+    library = native_library()
+    assert library is not None
+    logits = torch.randn(12, 1300, generator=torch.Generator().manual_seed(6)) * 3
+    if ties:
+        logits = logits.round()
+    batch = ParamsBatch.of([SamplingParams(**params)] * 12)
+    weights = tempered_weights(logits, batch)
+    kept = library.filtered(weights, batch.top_k_X, batch.top_p_X, batch.min_p_X)
+    torch.testing.assert_close(kept, filter_sorted(weights, batch), rtol=0, atol=0)
+
+
+def test_each_row_is_filtered_by_its_own_settings() -> None:
+    library = native_library()
+    assert library is not None
+    weights = torch.rand(3, 600, generator=torch.Generator().manual_seed(7))
+    rows = [SamplingParams(), SamplingParams(top_k=3), SamplingParams(min_p=0.5)]
+    batch = ParamsBatch.of(rows)
+    kept = library.filtered(weights, batch.top_k_X, batch.top_p_X, batch.min_p_X)
+    assert [int(row.count_nonzero()) for row in kept] == [600, 3, int((weights[2] >= 0.5 * weights[2].max()).sum())]

@@ -4,6 +4,7 @@
 
 #include "decoder.hpp"
 #include "draft_head.hpp"
+#include "filters.hpp"
 #include "sampling.hpp"
 
 using namespace leadout;
@@ -120,6 +121,16 @@ void lo_law(float* logits, int rows, int64_t stride, int vocab, const double* te
   const int blocks = (vocab + kLawBlock - 1) / kLawBlock;
   pool.run(rows, [&](int x, int) {
     law_row(logits + x * stride, vocab, blocks, temperatures[x], sums + static_cast<size_t>(x) * blocks, totals + x);
+  });
+}
+
+// f32[X, stride] -> f32[X, stride]: weights outside top-k, top-p and min-p become 0; see filter_row.
+void lo_filter(const float* weights, int rows, int64_t stride, const int64_t* top_k, const double* top_p,
+               const double* min_p, float* out) {
+  Pool& pool = Pool::shared();
+  std::lock_guard<std::mutex> lock(pool.guard);
+  pool.run(rows, [&](int x, int) {
+    filter_row(weights + x * stride, static_cast<int>(stride), top_k[x], top_p[x], min_p[x], out + x * stride);
   });
 }
 

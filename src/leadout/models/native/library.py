@@ -83,6 +83,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "lo_head_load": (None, [_pointer, *[_pointer] * 13, _int]),
     "lo_head_run": (None, [_pointer, _pointer, _pointer]),
     "lo_head_logits": (None, [_pointer, _pointer, _int, _long, _pointer]),
+    "lo_filter": (None, [_pointer, _int, _long, _pointer, _pointer, _pointer, _pointer]),
     "lo_law": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
     "lo_draw_next": (
         None,
@@ -149,6 +150,28 @@ class NativeLibrary:
             total_X.data_ptr(),
         )
         return logits_XV.as_strided((num_rows, blocks * LAW_BLOCK), (stride, 1)), sums_XC, total_X
+
+    def filtered(
+        self, weights_XV: torch.Tensor, top_k_X: torch.Tensor, top_p_X: torch.Tensor, min_p_X: torch.Tensor
+    ) -> torch.Tensor:
+        """The weights with 0 outside top-k (i64), top-p (f64) and min-p (f64), in this order; a new tensor."""
+        weights_XV = weights_XV.contiguous()
+        num_rows, width = weights_XV.shape
+        assert weights_XV.dtype is torch.float32 and top_k_X.dtype is torch.int64
+        assert top_p_X.dtype is min_p_X.dtype is torch.float64
+        top_k_X, top_p_X, min_p_X = top_k_X.contiguous(), top_p_X.contiguous(), min_p_X.contiguous()
+        out_XV = torch.empty_like(weights_XV)
+        self.follow_threads()
+        self.functions.lo_filter(
+            weights_XV.data_ptr(),
+            num_rows,
+            width,
+            top_k_X.data_ptr(),
+            top_p_X.data_ptr(),
+            min_p_X.data_ptr(),
+            out_XV.data_ptr(),
+        )
+        return out_XV
 
     def draw(self, weights_XV: torch.Tensor, sums_XC: torch.Tensor, uniforms_X: torch.Tensor) -> torch.Tensor:
         """i64[X]: the token whose slice of the cumulative distribution holds each uniform."""
