@@ -164,6 +164,54 @@ def test_long_prompts_are_prefilled_in_bounded_pieces():
     assert max(batch * width for batch, width in decoder.forward_widths) <= 8
 
 
+LONG = [i % 5 for i in range(12)]
+
+
+def test_a_long_prompt_is_filled_between_the_rounds_of_rows_that_decode():
+    engine, decoder = make_engine(TABLE, prefill_tokens=64, prefill_chunk=4)
+    running, late = make_requests(3, 1, max_new_tokens=20), make_requests(1, prompt=LONG, first_draw=9)
+    engine.submit(running)
+    assert engine.collect(timeout=0.0) == []
+    engine.submit(late)
+    found = sequences(generate(engine, []))
+    assert decoder.forward_widths[2:9] == [(1, 4), (3, 1), (1, 4), (3, 1), (1, 4), (4, 1), (4, 1)]
+    assert found == sequences(plain_rollouts([*running, *late]))
+
+
+def test_a_batch_mostly_empty_is_filled_before_it_decodes():
+    engine, decoder = make_engine(TABLE, prefill_tokens=8, prefill_chunk=4)
+    engine.submit([request for draw in range(4) for request in make_requests(1, 1, prompt=[draw] * 8, first_draw=draw)])
+    engine.collect()
+    assert decoder.forward_widths[:4] == [(1, 8)] * 3 + [(1, 4)]
+
+
+@pytest.mark.parametrize("running", ["finish", "cancel", "recompute"])
+def test_prompts_half_filled_start_over_with_new_weights(running):
+    engine, _ = make_engine(TABLE, prefill_tokens=64, prefill_chunk=4)
+    late = make_requests(1, prompt=LONG, first_draw=9)
+    engine.submit(make_requests(3, 1, max_new_tokens=20))
+    engine.collect(timeout=0.0)
+    engine.submit(late)
+    engine.collect(timeout=0.0)
+    engine.refit(update_with(TABLE, 1), running)
+    found = generate(engine, [])
+    assert found[RolloutId(9, 0)].spans[0].version == 1
+    assert found[RolloutId(9, 0)].token_ids.tolist() == plain_rollouts(late)[RolloutId(9, 0)].token_ids.tolist()
+
+
+def test_cancelling_a_prompt_half_filled_leaves_the_others_waiting():
+    engine, _ = make_engine(TABLE, prefill_tokens=64, prefill_chunk=4)
+    late = make_requests(2, prompt=LONG, first_draw=9)
+    engine.submit(make_requests(6, max_new_tokens=20))
+    engine.collect(timeout=0.0)
+    engine.submit(late)
+    engine.collect(timeout=0.0)
+    assert [rollout.length for rollout in engine.cancel([RolloutId(9, 0)])] == [0]
+    found = generate(engine, [])
+    assert RolloutId(9, 0) not in found
+    assert found[RolloutId(10, 0)].token_ids.tolist() == plain_rollouts(late)[RolloutId(10, 0)].token_ids.tolist()
+
+
 def test_log_probabilities_are_those_of_the_law_the_token_was_drawn_from():
     requests = make_requests(1, 2, temperature=0.7, top_k=3, max_new_tokens=8)
     q = markov_table(seed=9)[0].softmax(-1)

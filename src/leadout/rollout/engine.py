@@ -8,7 +8,6 @@ work.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -27,11 +26,12 @@ from leadout.records import (
     RolloutId,
     WeightUpdate,
 )
+from leadout.rollout.admission import Admission
 from leadout.rollout.live import LiveRows
 from leadout.rollout.parts import EngineParts
-from leadout.rollout.prefill import cohorts, context_of, passes, prefill
+from leadout.rollout.prefill import context_of
 from leadout.rollout.round import first_tokens, run_round
-from leadout.rollout.rows import Row, RowTable, already_over, unstarted
+from leadout.rollout.rows import Row, RowTable, already_over
 
 ApplyUpdate = Callable[[WeightUpdate], RefitReport]
 
@@ -50,7 +50,7 @@ class NativeGenerator:
         self._version = version
         self._table = RowTable(num_slots, parts.max_len)
         self._sampler = parts.sampler(num_slots, parts.vocab_size, parts.device)
-        self._waiting: deque[Request] = deque()
+        self._admission = Admission(parts)
         self._rows: dict[int, Row] = {}
         self._live: LiveRows | None = None
         self._done: list[Rollout] = []
@@ -83,7 +83,7 @@ class NativeGenerator:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises CapacityError for a prompt that leaves no room, ConfigError for impossible ones."""
-        known = {request.rollout_id for request in self._waiting}
+        known = self._admission.ids()
         known.update(row.request.rollout_id for row in self._rows.values())
         waiting, done = [], []
         for request in requests:
@@ -96,7 +96,7 @@ class NativeGenerator:
             # Nothing was given: the first token belongs to no round, as in any fresh rollout.
             fresh = request.given is not None and request.given.length == 0
             waiting.append(replace(request, given=None) if fresh else request)
-        self._waiting.extend(waiting)
+        self._admission.add(waiting)
         self._done.extend(done)
 
     def _check(self, request: Request, known: set[RolloutId]) -> None:
@@ -122,7 +122,7 @@ class NativeGenerator:
         """Run until at least one rollout is over, nothing is left, or `timeout` seconds passed."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with torch.inference_mode():
-            while not self._done and (self._waiting or self._rows):
+            while not self._done and (self._admission or self._rows):
                 self._advance()
                 if deadline is not None and time.monotonic() >= deadline:
                     break
@@ -132,8 +132,7 @@ class NativeGenerator:
     def cancel(self, ids: Sequence[RolloutId]) -> list[Rollout]:
         """Stop these rollouts and return what they have; unknown ids are ignored."""
         wanted = set(ids)
-        partial: list[Rollout] = [unstarted(r) for r in self._waiting if r.rollout_id in wanted]
-        self._waiting = deque(r for r in self._waiting if r.rollout_id not in wanted)
+        partial = self._admission.cancel(wanted)
         rows = [row for row in self._rows.values() if row.request.rollout_id in wanted]
         for row in rows:
             row.finish = Finish.CANCELLED
@@ -154,6 +153,7 @@ class NativeGenerator:
                     self._round()
         elif running == "cancel":
             self._done.extend(self.cancel([row.request.rollout_id for row in self._rows.values()]))
+        self._admission.start_over()
         report = self._apply_update(update)
         if self._rows:
             self._restart(report.version)
@@ -165,13 +165,12 @@ class NativeGenerator:
         rows = list(self._rows.values())
         self._forget(rows)
         self._rows.clear()
-        for row in reversed(rows):
-            rollout = self._table.rollout(row, self._version, self._numpy_dtype)
-            self._waiting.appendleft(replace(row.request, given=rollout))
+        given = [self._table.rollout(row, self._version, self._numpy_dtype) for row in rows]
+        self._admission.add_first(replace(row.request, given=rollout) for row, rollout in zip(rows, given, strict=True))
 
     def set_awake(self, awake: bool) -> None:
         """Give the key-value cache back to the system, or take it again; rows must not be running."""
-        if self._rows or self._waiting:
+        if self._rows or self._admission:
             raise ConfigError("set_awake needs an idle generator; collect or cancel its rollouts first")
         self._parts.kv.set_allocated(awake)
 
@@ -198,17 +197,13 @@ class NativeGenerator:
 
     def _advance(self) -> None:
         """Admit what fits, then run one round."""
-        free = self._num_slots - len(self._rows)
-        if free and self._waiting:
-            self._admit(free)
+        if self._admission:
+            self._admit()
         if self._rows:
             self._round()
 
-    def _admit(self, free: int) -> None:
-        requests = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        slots = self._parts.kv.allocate(len(requests))
-        for batch in passes(cohorts(requests, slots), self._parts.prefill_tokens):
-            logits_GV = prefill(self._parts, batch)
+    def _admit(self) -> None:
+        for batch, logits_GV in self._admission.advance(len(self._rows)):
             rows = [self._open(request, slot) for c in batch for request, slot in zip(c.requests, c.slots, strict=True)]
             owner_B = np.repeat(np.arange(len(batch)), [len(c.slots) for c in batch])
             live = LiveRows.of(rows, self._parts.device)
@@ -217,7 +212,7 @@ class NativeGenerator:
             if self._parts.drafter is not None:
                 self._parts.drafter.observe(live.slots, tokens_B1, np.ones(len(rows), np.int64), None)
             self._done.extend(self._release(ended))
-        self._live = None
+            self._live = None
 
     def _backlog(self, drafter: Drafter, slots: Sequence[int]) -> int:
         """Tokens of these rows that a drafter with taps has to run first; none while it drafts every round."""

@@ -88,3 +88,5 @@ class EngineParts:
     sampler: SamplerFactory = Sampler
     prefill_tokens: int = 2048
     """Padded prompt tokens of one prefill pass."""
+    prefill_chunk: int = 256
+    """Of these, tokens that run between two rounds of rows that are decoding."""

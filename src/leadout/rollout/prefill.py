@@ -1,9 +1,9 @@
-"""From waiting requests to live rows: slots, one prefill per distinct prompt, the first token of every row.
+"""Prompts into the cache: one prefill per distinct prompt, in passes of bounded size that run in chunks.
 
 Siblings submitted together share their prompt's prefill: it runs once in the first sibling's slot and is copied to the
-others. Prompts are batched into passes of bounded size, longest first, so that padding is small.
+others. Prompts are batched longest first, so that padding is small.
 
-Axes: G prompts of a pass, P padded prompt length, B rows admitted, V vocabulary.
+Axes: G prompts of a pass, P padded prompt length, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -69,52 +69,63 @@ def passes(waiting: Sequence[Cohort], max_tokens: int) -> list[list[Cohort]]:
     return batches
 
 
-def prefill(parts: EngineParts, batch: Sequence[Cohort]) -> torch.Tensor:
-    """Fill the caches of all rows of a pass; logits [G, V] that the first new token of each cohort is drawn from."""
-    counts_G = np.array([len(cohort.context) for cohort in batch], np.int64)
-    tokens_GP = np.zeros((len(batch), int(counts_G.max())), np.int64)
-    for index, cohort in enumerate(batch):
-        tokens_GP[index, : counts_G[index]] = cohort.context
-    owners = [cohort.slots[0] for cohort in batch]
-    taps = parts.drafter.taps if parts.drafter is not None else ()
-    hidden_GH, taps_GPF = _forward(parts, torch.from_numpy(tokens_GP).to(parts.device), owners, counts_G, taps)
-    parts.kv.advance(owners, counts_G)
-    for index, cohort in enumerate(batch):
-        length = int(counts_G[index])
-        if len(cohort.slots) > 1:
-            parts.kv.copy_prefix(cohort.slots[0], cohort.slots[1:], length)
-        if parts.drafter is not None:
-            taps_PF = None if taps_GPF is None else taps_GPF[index, :length]
-            parts.drafter.admit(cohort.slots, cohort.requests, taps_PF)
-    return parts.decoder.logits(hidden_GH)
+class Filling:
+    """One pass of prompts on its way into the cache, a chunk of tokens at a time.
 
+    Its rows have slots, but take no part in rounds before the whole pass is done.
+    """
 
-def _forward(
-    parts: EngineParts,
-    tokens_GP: torch.Tensor,
-    owners: list[int],
-    counts_G: npt.NDArray[np.int64],
-    taps: tuple[int, ...],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Last real state of each prompt, [G, H], and all taps; long prompts run in chunks that bound memory."""
-    width = tokens_GP.shape[1]
-    chunk = max(1, parts.prefill_tokens // len(owners))
-    last_GH: torch.Tensor | None = None
-    tapped: list[torch.Tensor] = []
-    done_G = np.zeros_like(counts_G)
-    for start in range(0, width, chunk):
-        part_G = np.clip(counts_G - start, 0, chunk)
-        states = parts.decoder.forward(tokens_GP[:, start : start + chunk], parts.kv, owners, taps, part_G)
+    def __init__(self, parts: EngineParts, batch: Sequence[Cohort]) -> None:
+        self.batch = list(batch)
+        self._parts = parts
+        self._counts_G = np.array([len(cohort.context) for cohort in batch], np.int64)
+        tokens_GP = np.zeros((len(batch), int(self._counts_G.max())), np.int64)
+        for index, cohort in enumerate(batch):
+            tokens_GP[index, : self._counts_G[index]] = cohort.context
+        self._tokens_GP = torch.from_numpy(tokens_GP).to(parts.device)
+        self._owners = [cohort.slots[0] for cohort in batch]
+        self._done = 0
+        self._last_GH: torch.Tensor | None = None
+        self._tapped: list[torch.Tensor] = []
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots of all its rows."""
+        return [slot for cohort in self.batch for slot in cohort.slots]
+
+    def run(self, max_tokens: int) -> torch.Tensor | None:
+        """Run a chunk of at most `max_tokens` padded tokens (one column at least).
+
+        Returns the logits [G, V] that the first new token of each cohort is drawn from once all is in the cache,
+        None before.
+        """
+        parts, start = self._parts, self._done
+        chunk = max(1, max_tokens // len(self.batch))
+        part_G = np.clip(self._counts_G - start, 0, chunk)
+        taps = parts.drafter.taps if parts.drafter is not None else ()
+        states = parts.decoder.forward(self._tokens_GP[:, start : start + chunk], parts.kv, self._owners, taps, part_G)
+        parts.kv.advance(self._owners, part_G)
         if states.taps_BNF is not None:
-            tapped.append(states.taps_BNF)
-        index_G = torch.from_numpy(np.clip(counts_G - 1 - start, 0, states.hidden_BNH.shape[1] - 1)).to(parts.device)
+            self._tapped.append(states.taps_BNF)
+        last_G = np.clip(self._counts_G - 1 - start, 0, states.hidden_BNH.shape[1] - 1)
+        index_G = torch.from_numpy(last_G).to(parts.device)
         here_GH = states.hidden_BNH.gather(1, index_G[:, None, None].expand(-1, 1, states.hidden_BNH.shape[-1]))[:, 0]
-        ends_here_G = torch.from_numpy((counts_G > start) & (counts_G <= start + chunk)).to(parts.device)
-        last_GH = here_GH if last_GH is None else torch.where(ends_here_G[:, None], here_GH, last_GH)
-        if start + chunk < width:
-            parts.kv.advance(owners, part_G)
-            done_G += part_G
-    if done_G.any():
-        parts.kv.rollback(owners, parts.kv.lengths[owners] - done_G)
-    assert last_GH is not None
-    return last_GH, torch.cat(tapped, 1) if tapped else None
+        ends_here_G = torch.from_numpy((self._counts_G > start) & (self._counts_G <= start + chunk)).to(parts.device)
+        self._last_GH = here_GH if self._last_GH is None else torch.where(ends_here_G[:, None], here_GH, self._last_GH)
+        self._done += chunk
+        if self._done < self._tokens_GP.shape[1]:
+            return None
+        self._share()
+        return parts.decoder.logits(self._last_GH)
+
+    def _share(self) -> None:
+        """Give siblings their copy, and the drafter what it needs of the prompts."""
+        parts = self._parts
+        taps_GPF = torch.cat(self._tapped, 1) if self._tapped else None
+        for index, cohort in enumerate(self.batch):
+            length = int(self._counts_G[index])
+            if len(cohort.slots) > 1:
+                parts.kv.copy_prefix(cohort.slots[0], cohort.slots[1:], length)
+            if parts.drafter is not None:
+                taps_PF = None if taps_GPF is None else taps_GPF[index, :length]
+                parts.drafter.admit(cohort.slots, cohort.requests, taps_PF)
