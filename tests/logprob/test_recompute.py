@@ -38,6 +38,27 @@ def test_gradients_equal_those_of_a_full_softmax(chunk_size):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk_size", [4, 100])
+def test_low_gradients_are_those_of_float32_to_two_digits(chunk_size):
+    hidden, head, bias, targets = inputs(dtype=torch.float32)
+    upstream = torch.linspace(-2, 3, 11)
+    exact, low = [
+        torch.autograd.grad(
+            (
+                token_logprobs(
+                    hidden, head, targets, temperature=0.7, chunk_size=chunk_size, bias_V=bias, low_gradients=flag
+                ).logprobs_R
+                * upstream
+            ).sum(),
+            (hidden, head, bias),
+        )
+        for flag in (False, True)
+    ]
+    for one, other in zip(low, exact):
+        assert one.dtype is torch.float32
+        assert float((one - other).norm() / other.norm()) < 0.01
+
+
 def test_entropy_carries_no_gradient():
     hidden, head, _, targets = inputs()
     out = token_logprobs(hidden, head, targets, temperature=1.0, chunk_size=4)

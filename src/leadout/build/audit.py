@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import transformers
 
 from leadout.audit.faults import Fault
 from leadout.audit.observe import Scores
@@ -22,6 +21,7 @@ from leadout.audit.runner import Progress, run_audit
 from leadout.audit.verdict import Verdict
 from leadout.build.drafter import load_head, make_drafter
 from leadout.build.generator import DTYPES, make_decoder
+from leadout.build.process import prepare_process
 from leadout.config import SpeculativeConfig
 from leadout.data.prompts import PromptFormat, make_prompt
 from leadout.data.rows import Row
@@ -77,7 +77,7 @@ class AuditOptions:
 
 def audit(options: AuditOptions, *, progress: Progress | None = None) -> Verdict:
     """Generate, teacher-force, test."""
-    transformers.utils.logging.disable_progress_bar()
+    prepare_process(0)
     path = resolve(options.model)
     spec = DecoderSpec.from_config(read_config(path))
     codec = TextCodec.from_pretrained(path)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import transformers
-
 from leadout.build.draft_plan import DraftPlan, draft_settings
 from leadout.build.draft_training import LENGTH, build_parts
+from leadout.build.process import prepare_process
 from leadout.config import Dataset
 from leadout.models.loading import resolve
 from leadout.pipeline.generate import generate, group_by_draw
@@ -34,7 +33,7 @@ def measure_head(
         ModelError: not an EAGLE-3 head, or not one of this policy.
 
     """
-    transformers.utils.logging.disable_progress_bar()
+    prepare_process(0)
     plan = DraftPlan(
         model=model,
         data={name: dataset},

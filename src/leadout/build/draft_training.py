@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from rich.console import Console
 
 from leadout.build.data import EVALUATION_SEED, load_data, sampling_params
@@ -34,6 +33,7 @@ from leadout.build.drafter import load_head, new_head, spread_prompts
 from leadout.build.generator import make_decoder, make_device, make_generator
 from leadout.build.kept_rollouts import read_rollouts, write_rollouts
 from leadout.build.learner import load_trainable
+from leadout.build.process import prepare_process
 from leadout.build.round_cost import RoundCost, measure_round_costs
 from leadout.config import Data, RolloutSection
 from leadout.errors import CheckpointError, ConfigError
@@ -76,7 +76,7 @@ def train_draft(plan: DraftPlan, out: Path, console: Console) -> dict[str, float
         LeadoutError: bad input, or a folder that holds another training.
 
     """
-    transformers.utils.logging.disable_progress_bar()
+    prepare_process(0)
     path = resolve(plan.model, progress=console.print)
     fingerprint = plan.fingerprint(policy_hash(path))
     going_on = _open(out, fingerprint)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from rich.console import Console
 
 from leadout.build.data import EVALUATION_SEED, LoadedData, load_data, make_scorer, sampling_params
 from leadout.build.drafter import load_head, new_head, spread_prompts
 from leadout.build.generator import make_decoder, make_device, make_draft_length, make_generator
 from leadout.build.learner import load_trainable, make_auditor, make_learner
+from leadout.build.process import prepare_process
 from leadout.build.resume import accept_changes
 from leadout.clock import Clock
 from leadout.config import RunConfig
@@ -130,7 +130,7 @@ def load_inputs(config: RunConfig, console: Console) -> Inputs:
 
 def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> RunParts:
     """Build every object of a run; the folder is created last, so that a bad recipe leaves nothing behind."""
-    _prepare_torch(config.threads)
+    prepare_process(config.threads)
     folder = None if resume is None else RunFolder.open(resume)
     if folder is not None:
         accept_changes(folder, config)
@@ -284,10 +284,3 @@ def _row_length(config: RunConfig, inputs: Inputs) -> int:
     if config.rollout.max_model_len is not None:
         return config.rollout.max_model_len
     return min(inputs.spec.max_position_embeddings, inputs.longest + config.rollout.max_completion_length)
-
-
-def _prepare_torch(threads: int) -> None:
-    """Threads are set once, before anything runs; transformers' own progress bars would break up ours."""
-    transformers.utils.logging.disable_progress_bar()
-    if threads:
-        torch.set_num_threads(threads)

@@ -112,6 +112,7 @@ class PackedForward:
             temperature=self.settings.temperature,
             chunk_size=self.settings.chunk_size,
             bias_V=getattr(self.head, "bias", None),
+            low_gradients=self.settings.autocast and self.dtype is torch.float32,
             watch=watch,
         )
         return PolicyOutput(
