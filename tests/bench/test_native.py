@@ -155,3 +155,34 @@ def test_a_head_of_another_width_is_one_line(leadout_run, policy, tmp_path):
     )
     assert (code, err.count("\n")) == (2, 1)
     assert "error: " in err and "64" in err
+
+
+def test_transformers_is_a_peer(leadout_run, policy, tmp_path):
+    out = tmp_path / "bench.json"
+    options = ["--batch-sizes", "2", "--k", "0", "--context", "8", "--new-tokens", "6", "--repeats", "2"]
+    code, told, _ = leadout_run(
+        "bench", "--model", policy, "--threads", "1", "--against", "hf", *options, "--json", str(out)
+    )
+    report = json.loads(out.read_text())
+    assert code == 0
+    assert [line["name"] for line in report["cells"][0]["lines"]] == ["plain", "hf"]
+    assert report["cells"][0]["lines"][1]["peak_bytes"] > 100 << 20
+    assert report["peers"]["hf"]["idle_cpu_seconds"] == 0.0
+    assert "in which it used 0.00 s of processor time" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--against", "sglang"), "--against: expected some of hf, vllm with commas, got 'sglang'"),
+        (
+            ("--against", "vllm", "--vllm-python", "/gone/bin/python"),
+            "no /gone/bin/python; make it with `make vllm-env`",
+        ),
+        (("--against", "hf", "--workload", "longtail"), "--against hf: model.generate has one length for all rows"),
+    ],
+)
+def test_bad_peers_are_one_line(leadout_run, policy, options, words):
+    code, _, err = leadout_run("bench", "--model", policy, *options)
+    assert (code, err.count("\n")) == (2, 1)
+    assert words in err

@@ -56,3 +56,15 @@ def cpu_seconds(pids: Sequence[int]) -> float:
             continue
         total += times.user + times.system
     return total
+
+
+def all_stopped(pids: Sequence[int]) -> bool:
+    """Whether every thread of these processes is stopped by a signal, or gone."""
+    return all(_is_stopped(status) for pid in pids for status in Path(f"/proc/{pid}/task").glob("*/stat"))
+
+
+def _is_stopped(status: Path) -> bool:
+    try:
+        return status.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0] in "TZX"
+    except OSError:
+        return True

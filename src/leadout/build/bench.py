@@ -5,19 +5,25 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
 
 from leadout.bench.contender import Contender, Tell, interleave
 from leadout.bench.native import NativeContender
+from leadout.bench.peers.contender import PeerContender, PeerPlan, check_peers, start_peer
 from leadout.bench.results import AUTO, PLAIN, Cell, summarise
 from leadout.bench.set_acceptance import SetAcceptance
 from leadout.bench.workload import LONG_TAIL_ROWS, Workload, long_tail_lengths
 from leadout.build.bench_machine import BenchMachine, DrafterChoice, Method, check_draft
 from leadout.draft_length.controller import FixedLength, GoodputLength
 from leadout.errors import ConfigError
+from leadout.models.aliases import cache_folder
+from leadout.models.kv import KVSlots
 
 MAX_AUTO = 5
 """Largest k that `auto` may choose, as in training."""
@@ -48,6 +54,10 @@ class BenchOptions:
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     threads: int | None = None
     """None takes every core."""
+    against: tuple[str, ...] = ()
+    """Peers, of `leadout.bench.peers.contender.PEERS`."""
+    vllm_python: Path | None = None
+    """Interpreter of an environment with vLLM; None is the one in the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,24 +66,75 @@ class BenchReport:
 
     options: BenchOptions
     machine: dict[str, object]
+    peers: dict[str, dict[str, object]]
+    """Version, and the processor time of each while it was stopped."""
     cells: tuple[Cell, ...]
 
     def to_json(self) -> dict[str, object]:
         """Plain values."""
-        return {"options": asdict(self.options), "machine": self.machine, "cells": [c.to_json() for c in self.cells]}
+        python = self.options.vllm_python
+        return {
+            "options": asdict(self.options) | {"vllm_python": None if python is None else str(python)},
+            "machine": self.machine,
+            "peers": self.peers,
+            "cells": [cell.to_json() for cell in self.cells],
+        }
 
 
 def bench(options: BenchOptions, *, tell: Tell, show: Show) -> BenchReport:
     """Measure every cell; `show` gets each as soon as it is there."""
     check_draft(options.method, options.draft)
+    check_peers(options.against, peer_python(options))
+    if options.workload == "longtail" and "hf" in options.against:
+        raise ConfigError("--against hf: model.generate has one length for all rows; use --workload fixed")
     machine = BenchMachine(options.model, max_len=longest_row(options), dtype=options.dtype, threads=options.threads)
     choice = drafter_choice(options)
     cells = []
-    for workload in workloads(options, machine):
-        cell = measure(machine, choice, workload, options.lengths, options.repeats, tell=tell)
-        show(cell)
-        cells.append(cell)
-    return BenchReport(options=options, machine=describe(machine), cells=tuple(cells))
+    with TemporaryDirectory(prefix="leadout-bench-") as logs, ExitStack() as running:
+        peers = start_peers(options, machine, Path(logs), running, tell)
+        for workload in workloads(options, machine):
+            cell = measure(machine, choice, workload, options.lengths, options.repeats, tell=tell, peers=peers)
+            show(cell)
+            cells.append(cell)
+        told = {peer.name: describe_peer(peer) for peer in peers}
+    return BenchReport(options=options, machine=describe(machine), peers=told, cells=tuple(cells))
+
+
+def peer_python(options: BenchOptions) -> Path:
+    """The interpreter with vLLM."""
+    return options.vllm_python or cache_folder() / "vllm" / "bin" / "python"
+
+
+def start_peers(
+    options: BenchOptions, machine: BenchMachine, logs: Path, running: ExitStack, tell: Tell
+) -> list[PeerContender]:
+    """Start and load the peers asked for; `running` ends them."""
+    rows = LONG_TAIL_ROWS if options.workload == "longtail" else max(options.batch_sizes)
+    longest = longest_row(options)
+    plan = PeerPlan(
+        model=machine.path,
+        max_len=longest,
+        max_rows=rows,
+        # Peers keep their caches in blocks, so every row may need a part of one more.
+        kv_bytes=rows * KVSlots.bytes_per_slot(machine.spec, longest + 128, torch.bfloat16),
+        threads=machine.threads,
+        vllm_python=peer_python(options),
+    )
+    peers = []
+    for name in options.against:
+        tell(f"starting {name}")
+        peer = start_peer(name, plan, log=logs / f"{name}.log")
+        running.enter_context(peer.process)
+        peers.append(peer)
+    return peers
+
+
+def describe_peer(peer: PeerContender) -> dict[str, object]:
+    """Its version, and the proof that it took no processor time out of its turn."""
+    peer.process.resume()
+    idle = peer.process.idle
+    peer.process.pause()
+    return {"version": peer.version, "idle_seconds": idle.seconds, "idle_cpu_seconds": idle.cpu_seconds}
 
 
 def longest_row(options: BenchOptions) -> int:

@@ -36,6 +36,12 @@ def bench(
     workload: Annotated[
         Literal["fixed", "longtail"], typer.Option(help="longtail: 64 rows of log-normal length.")
     ] = "fixed",
+    against: Annotated[
+        str | None, typer.Option(metavar="P,P", help="Peers: hf, vllm; each in its own process.")
+    ] = None,
+    vllm_python: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Interpreter with vLLM; in the cache folder if not given.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, max=1000, help="Counted samples of each contender.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads; all cores if not given.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32", "float64"], typer.Option(help="Of our engine.")] = "bfloat16",
@@ -64,6 +70,8 @@ def bench(
         workload=workload,
         dtype=dtype,
         threads=threads,
+        against=() if against is None else tuple(dict.fromkeys(against.split(","))),
+        vllm_python=vllm_python,
     )
     _run(options, json)
 
@@ -113,5 +121,10 @@ def _run(options: BenchOptions, json: Path | None) -> None:
             console.print()
 
         report = run_bench(options, tell=status.update, show=show)
+    for name, peer in report.peers.items():
+        console.print(
+            f"{name} {peer['version']}: stopped for {peer['idle_seconds']:.1f} s, in which it used "
+            f"{peer['idle_cpu_seconds']:.2f} s of processor time"
+        )
     if json is not None:
         write_json(json, report.to_json())
