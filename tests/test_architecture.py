@@ -38,10 +38,12 @@ MAY_IMPORT = {
     "pipeline": BASE | {"metrics", "draft_length"},
     "report": BASE | {"metrics", "pipeline"},
     "audit": LOWER | {"rollout"},
-    "bench": LOWER | {"rollout", "pipeline"},
+    "bench": LOWER | {"rollout", "pipeline", "sim"},
     "sim": {"records", "errors", "config", "clock", "draft_length", "pipeline"},
     "backends": LOWER | STAGES | {"config", "metrics", "pipeline"},
-    "build": LOWER | STAGES | {"config", "recipe", "metrics", "pipeline", "report", "audit", "bench", "backends"},
+    "build": LOWER
+    | STAGES
+    | {"config", "recipe", "metrics", "pipeline", "report", "audit", "bench", "sim", "backends"},
     "cli": LOWER | {"config", "recipe", "metrics", "pipeline", "report", "audit", "bench", "sim", "build"},
 }
 """Which packages (or top-level modules) may import which. A new one needs a row."""

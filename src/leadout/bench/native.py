@@ -27,6 +27,10 @@ class Round:
     """Seconds of the monotonic clock."""
     rows: int
     num_drafts: int
+    draft_seconds: float
+    """Spent drafting."""
+    verify_seconds: float
+    """All the rest."""
 
 
 class TimedLength:
@@ -42,7 +46,15 @@ class TimedLength:
 
     def record(self, outcome: RoundOutcome) -> None:
         """Note the time, then pass on."""
-        self.rounds.append(Round(time.perf_counter(), len(outcome.drafted_B), outcome.num_drafts))
+        self.rounds.append(
+            Round(
+                end=time.perf_counter(),
+                rows=len(outcome.drafted_B),
+                num_drafts=outcome.num_drafts,
+                draft_seconds=outcome.draft_seconds,
+                verify_seconds=outcome.verify_seconds,
+            )
+        )
         self._inner.record(outcome)
 
     def state_dict(self) -> dict[str, object]:

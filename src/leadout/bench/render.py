@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
+from rich.text import Text
 
 from leadout.bench.results import Cell, Line
 from leadout.bench.statistics import Ratio, Spread
+from leadout.bench.targets import Check
 
 _GIB = 1 << 30
 
@@ -59,3 +63,17 @@ def ratio(value: Ratio) -> str:
     if value.low is None or value.high is None:
         return f"{value.value:.2f}"
     return f"{value.value:.2f} ({value.low:.2f}-{value.high:.2f})"
+
+
+def render_checks(checks: Sequence[Check]) -> Table:
+    """Measured beside target, one row per check."""
+    table = Table(title="targets", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("measured (95 %)", justify="right")
+    table.add_column("target")
+    table.add_column("")
+    for check in checks:
+        interval = "" if check.low is None or check.high is None else f" ({check.low:.2f}-{check.high:.2f})"
+        verdict = Text("") if check.met is None else Text("met", "green") if check.met else Text("missed", "bold red")
+        table.add_row(check.name, f"{check.measured:.2f}{interval}", check.target, verdict)
+    return table

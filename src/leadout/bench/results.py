@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from leadout.bench.contender import Sample
 from leadout.bench.statistics import Ratio, Spread, ratio_of_medians
@@ -14,7 +15,7 @@ from leadout.pipeline.rollout_metrics import acceptance_by_position
 
 PLAIN = "plain"
 """Name of the contender that the others are compared with."""
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
