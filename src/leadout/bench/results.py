@@ -78,8 +78,18 @@ class Cell:
         return dataclasses.asdict(self)
 
 
-def summarise(workload: Workload, samples: Mapping[str, Sequence[Sample]], *, fixed: Sequence[str] = ()) -> Cell:
-    """The cell's figures. `fixed`: names of the contenders that `auto` is held against, plain among them."""
+def summarise(
+    workload: Workload,
+    samples: Mapping[str, Sequence[Sample]],
+    *,
+    fixed: Sequence[str] = (),
+    apart: Sequence[str] = (),
+) -> Cell:
+    """The cell's figures.
+
+    `fixed`: names of the contenders that `auto` is held against, plain among them. `apart`: names of those that do
+    less than generate, and are not compared with plain.
+    """
     plain = samples.get(PLAIN)
     auto = samples.get(AUTO)
     return Cell(
@@ -87,7 +97,9 @@ def summarise(workload: Workload, samples: Mapping[str, Sequence[Sample]], *, fi
         rows=workload.rows,
         tokens=workload.tokens,
         context=max(len(prompt.token_ids) for prompt in workload.prompts),
-        lines=tuple(_line(name, each, None if name == PLAIN else plain) for name, each in samples.items()),
+        lines=tuple(
+            _line(name, each, None if name == PLAIN or name in apart else plain) for name, each in samples.items()
+        ),
         auto_against_best=None if auto is None else against_best(auto, {name: samples[name] for name in fixed}),
     )
 

@@ -59,7 +59,7 @@ def cut_prompts(texts: Sequence[IntArray], count: int, length: int) -> tuple[Pro
         ids: list[int] = []
         while len(ids) < length:
             ids = [*texts[at].tolist(), *ids]
-            at -= 1
+            at = (at - 1) % len(texts)
         ids = ids[-length:]
         if turn:
             ids[0] = words[(words.index(ids[0]) + turn) % len(words)]

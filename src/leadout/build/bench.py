@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,10 @@ from leadout.models.kv import KVSlots
 
 MAX_AUTO = 5
 """Largest k that `auto` may choose, as in training."""
-_AUTO_WARM_UPS = 2
-"""`auto` starts out not knowing this machine."""
+_SETTLED_ROUNDS, _MOST_WARM_UPS = 300, 8
+"""`auto` starts out not knowing this machine or its drafter, and probes rarely; in training it goes on from step to
+step, so it is measured after about as many rounds as it needs to settle.
+"""
 
 Length = int | Literal["auto"]
 Show = Callable[[Cell], None]
@@ -176,7 +179,8 @@ def own_contenders(
     for length in dict.fromkeys(lengths):
         if length == AUTO:
             rule = GoodputLength(MAX_AUTO)
-            contenders.append(NativeContender(AUTO, generator, rule, drafts=True, warm_ups=_AUTO_WARM_UPS))
+            warm_ups = min(math.ceil(_SETTLED_ROUNDS / max(workload.lengths)), _MOST_WARM_UPS)
+            contenders.append(NativeContender(AUTO, generator, rule, drafts=True, warm_ups=warm_ups))
         elif length:
             assert isinstance(length, int)
             contenders.append(NativeContender(f"k={length}", generator, FixedLength(length), drafts=True))

@@ -168,7 +168,7 @@ def _round_costs(session: _Session) -> None:
             BareContender("bare round", [(bare.forward(k + 1), 1), (bare.draft(), k)]),
         ]
         samples = interleave(contenders, workload, plan.round_repeats, session.tell)
-        cell = summarise(workload, samples)
+        cell = summarise(workload, samples, apart=("bare step", "bare round"))
         session.keep(cell, _round_checks(session, rows, cell, samples))
 
 
