@@ -77,6 +77,18 @@ def test_rate_and_length_are_inverse():
         rate_for(4.5, 3)
 
 
+@pytest.mark.parametrize("method", ["ngram", "history", "noisy_policy", "small_model", "eagle3"])
+def test_every_drafter_can_be_measured(machine, policy, method):
+    draft = policy if method == "small_model" else None
+    workload = cell(machine, 2, 24)
+    sample = contender(machine, workload, DrafterChoice(method=method, draft=draft), 2).run(workload, 0)
+    assert sample.tokens == 48
+    if method == "small_model":  # the policy itself
+        assert sample.spec["spec/acceptance_rate_pos_1"] == 1.0
+    if method in ("noisy_policy", "eagle3"):
+        assert sample.spec["spec/num_drafts"] > 10
+
+
 def test_rounds_are_timed_only_between_rounds_of_the_same_rows():
     timer = TimedLength(FixedLength(0))
     for rows in (2, 2, 1, 1, 2):
@@ -131,6 +143,7 @@ def test_the_long_tail_is_one_cell_of_64_rows(leadout_run, policy, tmp_path):
         (("--method", "ngram", "--draft", "x"), "--method ngram drafts without a model, got --draft x"),
         (("--draft", "./gone"), "--draft: expected the folder of a draft head, got ./gone, which is not there"),
         (("--set-acceptance", "0.5", "--method", "none"), "--set-acceptance needs a drafter, got --method none"),
+        (("--targets", "--calibrate", "x.json"), "--targets and --calibrate are two measurements"),
         (("--json", "./gone/x.json"), "--json: expected a file in a folder that exists"),
         (("--context", "120"), "expected at most 128 tokens in a row, the model's context, got 184"),
     ],

@@ -75,6 +75,8 @@ def bench(
     """
     check_target(json, "--json")
     check_target(calibrate, "--calibrate")
+    if targets and calibrate is not None:
+        raise ConfigError("--targets and --calibrate are two measurements; leave one of them out")
     sizes = _counts(batch_sizes, "--batch-sizes", low=1, high=_MOST_ROWS)
     from leadout.build.bench import BenchOptions
 

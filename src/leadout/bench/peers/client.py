@@ -60,7 +60,7 @@ class PeerProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(politely=kind is None)
 
     def ask(self, message: Mapping[str, object], *, timeout: float) -> dict[str, Any]:
         """Send one request and wait for its answer.
@@ -133,9 +133,9 @@ class PeerProcess:
     def _family(self) -> list[int]:
         return family(self._process.pid)
 
-    def close(self) -> None:
-        """Ask it to end; then make it."""
-        if self._process.poll() is None:
+    def close(self, *, politely: bool = True) -> None:
+        """Make it end; `politely` asks it first, which takes as long as what it is doing."""
+        if politely and self._process.poll() is None:
             self.resume()
             with suppress(LeadoutError, subprocess.TimeoutExpired):
                 self.ask({"op": "stop"}, timeout=_END_SECONDS)

@@ -103,7 +103,7 @@ def start_peer(name: str, plan: PeerPlan, *, log: Path, server: Path = SERVER) -
     try:
         answer = process.ask(load, timeout=_LOAD_SECONDS)
     except BaseException:
-        process.close()
+        process.close(politely=False)
         raise
     process.pause()
     return PeerContender(process, str(answer["version"]))

@@ -18,11 +18,16 @@ standard error.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any, Protocol
+
+_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
 
 
 class Engine(Protocol):
@@ -106,6 +111,9 @@ ENGINES = {"vllm": VllmEngine, "hf": HfEngine}
 
 def serve(make: Any) -> None:
     """Answer until told to stop or nobody asks any more."""
+    if sys.platform == "linux":
+        # A stopped process would not notice that the bench was killed; the kernel does.
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     engine: Any = None
