@@ -257,8 +257,10 @@ def _contexts(session: _Session) -> None:
     samples = interleave(contenders, longest, plan.context_repeats, session.tell)
     short, long = ([sample.round_seconds or sample.seconds for sample in each] for each in samples.values())
     ratio = ratio_of_medians(long, short)
-    each = KVSlots.bytes_per_slot(machine.spec, 1, machine.decoder.dtype)
-    more = rows * (plan.contexts[1] - plan.contexts[0]) * each
+    short_bytes, long_bytes = (
+        KVSlots.bytes_per_slot(machine.spec, length, machine.decoder.dtype) for length in plan.contexts
+    )
+    more = rows * (long_bytes - short_bytes)
     beside = f"{more / 1e6:.0f} MB more keys and values, {machine.weight_bytes / 1e6:.0f} MB of weights"
     name = f"batch {rows}: step at context {plan.contexts[1]} / {plan.contexts[0]}"
     session.keep(summarise(longest, samples), [only_measured(name, ratio, beside)])
