@@ -71,7 +71,7 @@ def test_a_calibrated_machine_is_read_by_the_simulator_and_by_the_choice_of_draf
     assert all(seconds[stage] > 0.0 for stage in (Stage.ROLLOUT, Stage.REFIT, Stage.TRAIN))
     costs = CostProfile.read(path)
     assert sorted(costs.forward.points()) == [1, 2, 3, 4, 6, 12, 18]
-    assert costs.round_seconds(3, 0) == pytest.approx(json.loads(path.read_text())["forward"]["3"], rel=0.5)
+    assert costs.forward.points()[3] == json.loads(path.read_text())["forward"]["3"]
 
 
 def test_a_context_without_room_for_a_longer_one_is_refused(tmp_path):
