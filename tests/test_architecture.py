@@ -38,10 +38,13 @@ MAY_IMPORT = {
     "pipeline": BASE | {"metrics", "draft_length"},
     "report": BASE | {"metrics", "pipeline"},
     "audit": LOWER | {"rollout"},
+    "bench": LOWER | {"rollout", "pipeline", "sim"},
     "sim": {"records", "errors", "config", "clock", "draft_length", "pipeline"},
     "backends": LOWER | STAGES | {"config", "metrics", "pipeline"},
-    "build": LOWER | STAGES | {"config", "recipe", "metrics", "pipeline", "report", "audit", "backends"},
-    "cli": LOWER | {"config", "recipe", "metrics", "pipeline", "report", "audit", "sim", "build"},
+    "build": LOWER
+    | STAGES
+    | {"config", "recipe", "metrics", "pipeline", "report", "audit", "bench", "sim", "backends"},
+    "cli": LOWER | {"config", "recipe", "metrics", "pipeline", "report", "audit", "bench", "sim", "build"},
 }
 """Which packages (or top-level modules) may import which. A new one needs a row."""
 
@@ -143,12 +146,21 @@ def test_the_simulator_takes_only_the_admission_rule_of_the_pipeline() -> None:
     assert {name for name in taken if not name.startswith("leadout.pipeline.lag")} == set()
 
 
+PEER_SERVER = "bench/peers/server.py"
+"""A program for another process and another environment; nothing of ours imports it, and it imports nothing of ours."""
+
+
 @pytest.mark.parametrize("engine", ["ray", "vllm"])
-def test_engines_are_imported_in_backends_only(engine: str) -> None:
+def test_engines_are_imported_in_backends_and_by_the_peer_server_only(engine: str) -> None:
     importers = {
-        package_of(path) for path in FILES if any(name.split(".")[0] == engine for name in imports(tree(path)))
+        name for name, path in zip(NAMES, FILES) if any(n.split(".")[0] == engine for n in imports(tree(path)))
     }
-    assert importers <= {"backends"}
+    assert {name for name in importers if not name.startswith("backends/")} <= {PEER_SERVER}
+
+
+def test_the_peer_server_stands_alone() -> None:
+    assert not any(name.startswith("leadout") for name in imports(tree(SOURCE / PEER_SERVER)))
+    assert not any("leadout.bench.peers.server" in set(imports(tree(path))) for path in FILES)
 
 
 def test_packages_that_run_without_torch_do_not_import_it() -> None:

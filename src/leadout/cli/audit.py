@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from leadout.cli.options import check_target
 from leadout.errors import ConfigError, DataError
 from leadout.records import SamplingParams
 
@@ -86,13 +86,7 @@ def _check_files(method: str | None, draft: str | None, path: Path | None) -> No
     """Before the work, not after it."""
     if draft is not None and method is not None and not method.endswith(("eagle3", "small_model")):
         raise ConfigError(f"--method {method} drafts without a model, got --draft {draft}; leave one of them out")
-    if path is None:
-        return
-    if path.is_dir() or not path.parent.is_dir():
-        problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is not there"
-        raise ConfigError(f"--json: expected a file in a folder that exists, {path} {problem}; name another file")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--json: expected a folder to write in, {path.parent} is read-only; name another file")
+    check_target(path, "--json")
 
 
 def _params(setting: SamplingParams | None, *, seed: int, **given: float | int | None) -> SamplingParams:

@@ -10,6 +10,7 @@ import typer.main
 
 import leadout
 from leadout.cli.audit import audit
+from leadout.cli.bench import bench
 from leadout.cli.draft import draft
 from leadout.cli.evaluate import evaluate
 from leadout.cli.failures import run_guarded, show_internal_error
@@ -31,6 +32,7 @@ app.command(rich_help_panel="Train")(train)
 app.command(rich_help_panel="Trust")(audit)
 app.command(name="eval", rich_help_panel="Look")(evaluate)
 app.command(rich_help_panel="Look")(report)
+app.command(rich_help_panel="Look")(bench)
 app.command(rich_help_panel="Plan")(simulate)
 app.command(rich_help_panel="Plan")(plan)
 app.add_typer(draft, rich_help_panel="Models")

@@ -58,6 +58,31 @@ class Linear(BaseModel):
         return self.fixed_s + self.seconds_per_token * tokens + self.seconds_per_sample * samples
 
 
+class PartTime(BaseModel):
+    """One part of a round, timed by itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    """forward (with the head), sampler (laws and draws), draft (one position of the drafter), host (a plain step less
+    its forward and sampler)."""
+    rows: Annotated[int, Field(ge=1)]
+    tokens_per_row: Annotated[int, Field(ge=1)] = 1
+    context: float = 0.0
+    seconds: Seconds
+
+
+class Limits(BaseModel):
+    """What the machine can do at most, by the best of several loops."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    read_bytes_per_s: Seconds
+    """Streaming reads from memory."""
+    product_flops: Seconds
+    """Multiplications and additions a second in large bfloat16 products."""
+
+
 class Profile(BaseModel):
     """A calibrated machine."""
 
@@ -74,6 +99,14 @@ class Profile(BaseModel):
     reward: Linear = Linear()
     logprob: Linear = Linear()
     train: Linear = Linear()
+    parts: tuple[PartTime, ...] = ()
+    """Where a round's time goes; not used by projections."""
+    limits: Limits | None = None
+    forward: dict[int, Seconds] = {}
+    """Seconds of a round without its drafting, by tokens in the pass: with `draft` what
+    `rollout.speculative_config.leadout.cost_profile` reads, so the same file serves the choice of draft lengths."""
+    draft: dict[int, Seconds] = {}
+    """Seconds of one draft position, by rows."""
 
     def table(self, method: str, k: int, max_batch: int) -> StepTable:
         """Step table of a drafter at k; k = 0 is the plain one."""

@@ -125,7 +125,7 @@ def read_cells(path: Path, profile: Profile) -> list[Cell]:
     plain_predicted (rollout seconds, optional)}. Predictions are scaled by the probes' pace against the calibration.
     """
     if not path.is_file():
-        raise DataError(f"--validate needs {path}; `make bench` writes it")
+        raise DataError(f"--validate needs {path}; benchmarks/simulator_own_runs.py writes it")
     cells = [_cell(json.loads(line), profile) for line in path.read_text().splitlines() if line.strip()]
     if not cells:
         raise DataError(f"{path} holds no cells")

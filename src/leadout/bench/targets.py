@@ -1,0 +1,134 @@
+"""What `make bench` measures and what the project holds itself to: the plan of cells, and checks of their figures.
+
+| what | target |
+|---|---|
+| plain decoding / each peer, every batch size | >= 1 |
+| plain step at batch 1, share of the streaming limit | >= 0.75 |
+| round cost, EAGLE-3, k = 3, batch 1 | <= 1.35 |
+| the same at batch 4 and 16 | <= 1.15 x bound |
+| speedup at acceptance length 2.8, k = 3, batch 1 | >= 2 |
+| the same at batch 4 | >= 2.8 / bound |
+| auto / plain and auto / best fixed k, every cell | >= 0.98, interval reaching 1, its lower end >= 0.95 |
+
+The bound is what a round must do at least: (forward of four tokens a row + three draft steps) / forward of one token a
+row, bare passes timed in turn with the rounds themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from leadout.bench.results import Cell
+from leadout.bench.statistics import Ratio
+
+TIE, TIE_LOWER_END = 0.98, 0.95
+STREAM_SHARE = 0.75
+ROUND_COST, OVER_BOUND = 1.35, 1.15
+SPEEDUP = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetPlan:
+    """The cells. The defaults take about 20 minutes on two cores."""
+
+    context: int = 64
+    peer_batches: tuple[int, ...] = (1, 4, 8, 16, 32, 64)
+    peer_tokens: int = 64
+    peer_repeats: int = 5
+    round_batches: tuple[int, ...] = (1, 4, 16)
+    round_tokens: int = 128
+    round_repeats: int = 9
+    num_drafts: int = 3
+    acceptance_length: float = 2.8
+    """Of the good drafter, set."""
+    auto_cells: tuple[tuple[str, int, int], ...] = (
+        ("good", 1, 48),
+        ("good", 4, 48),
+        ("good", 16, 32),
+        ("bad", 1, 48),
+        ("bad", 4, 48),
+        ("bad", 16, 32),
+        ("bad", 64, 24),
+        ("ngram", 1, 48),
+        ("ngram", 4, 48),
+        ("ngram", 16, 32),
+    )
+    """Drafter, rows, new tokens. good: a head accepted as often as set; bad: an untrained head."""
+    auto_fixed: tuple[int, ...] = (1, 3)
+    """Fixed k beside plain that auto is held against."""
+    auto_pairs: int = 15
+    tail_pairs: int = 7
+    contexts: tuple[int, int] = (128, 2048)
+    """Prompts whose plain steps are compared."""
+    context_rows: int = 16
+    context_tokens: int = 16
+    context_repeats: int = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One target beside what was measured."""
+
+    name: str
+    measured: float
+    low: float | None
+    """95 % interval where the figure is a ratio of medians."""
+    high: float | None
+    target: str
+    met: bool | None
+    """None where there is a figure but no target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetReport:
+    """Everything `make bench` measured."""
+
+    machine: dict[str, object]
+    peers: dict[str, dict[str, object]]
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...]
+    """What was left out, and why."""
+    section_seconds: dict[str, float]
+    cells: tuple[Cell, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Plain values."""
+        return asdict(self)
+
+
+def at_least(name: str, ratio: Ratio, limit: float, why: str = "") -> Check:
+    """The ratio itself, not its interval, is held against the limit."""
+    return _check(name, ratio, f">= {limit:.2f}{why}", ratio.value >= limit)
+
+
+def at_most(name: str, ratio: Ratio, limit: float, why: str = "") -> Check:
+    """As `at_least`, from above."""
+    return _check(name, ratio, f"<= {limit:.2f}{why}", ratio.value <= limit)
+
+
+def tie_or_better(name: str, ratio: Ratio) -> Check:
+    """Never slower, within what can be told: the ratio >= 0.98, its interval reaching 1, the lower end >= 0.95."""
+    met = ratio.value >= TIE and ratio.upper_end >= 1.0 and ratio.lower_end >= TIE_LOWER_END
+    return _check(name, ratio, f">= {TIE:.2f}, interval reaches 1, from {TIE_LOWER_END:.2f}", met)
+
+
+def only_measured(name: str, ratio: Ratio, beside: str) -> Check:
+    """A figure without a target."""
+    return _check(name, ratio, beside, None)
+
+
+def stream_share(weight_bytes: int, bytes_per_second: float, step_seconds: float) -> Check:
+    """Least time to read the weights once / time of a plain step at batch 1."""
+    share = weight_bytes / bytes_per_second / step_seconds
+    return Check(
+        name="batch 1: share of the streaming limit",
+        measured=share,
+        low=None,
+        high=None,
+        target=f">= {STREAM_SHARE:.2f} ({bytes_per_second / 1e9:.1f} GB/s)",
+        met=share >= STREAM_SHARE,
+    )
+
+
+def _check(name: str, ratio: Ratio, target: str, met: bool | None) -> Check:
+    return Check(name=name, measured=ratio.value, low=ratio.low, high=ratio.high, target=target, met=met)

@@ -1,0 +1,157 @@
+"""One loaded policy, and generators over it for the bench: any drafter, any number of rows, any accept rule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import transformers
+
+from leadout.audit.plan import DEFAULT_PROMPTS
+from leadout.bench.workload import cut_prompts, make_prompt
+from leadout.build.drafter import load_head, make_drafter, new_head
+from leadout.build.generator import DTYPES, make_decoder
+from leadout.config import Draft, SpeculativeConfig
+from leadout.data.prompts import PromptFormat
+from leadout.data.prompts import make_prompt as render_prompt
+from leadout.data.rows import Row
+from leadout.draft_length.controller import FixedLength
+from leadout.drafters.combined import CombinedDrafter
+from leadout.drafters.history import HistoryDrafter
+from leadout.drafters.noisy_policy import NoisyPolicyDrafter
+from leadout.errors import ConfigError, ModelError
+from leadout.interfaces import Drafter
+from leadout.models.eagle3 import Eagle3Head
+from leadout.models.kv import KVSlots
+from leadout.models.loading import iter_weights, read_config, resolve
+from leadout.models.spec import DecoderSpec
+from leadout.records import IntArray, Prompt, RefitReport, WeightUpdate
+from leadout.rollout.accept import AcceptRule, verify
+from leadout.rollout.engine import NativeGenerator
+from leadout.rollout.parts import EngineParts
+from leadout.text import TextCodec
+
+Method = Literal["none", "ngram", "eagle3", "noisy_policy", "history", "small_model"]
+DRAFT_VOCABULARY = 8192
+"""Of an untrained head, where the policy's is larger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterChoice:
+    """A drafter of the bench."""
+
+    method: Method
+    draft: str | None = None
+    """Folder of a head (eagle3; None: an untrained one), or of a small model."""
+    rule: AcceptRule = verify
+    """Another rule than the exact one only to set the acceptance."""
+
+
+class BenchMachine:
+    """The policy, loaded once for every cell."""
+
+    def __init__(self, model: str, *, max_len: int, dtype: str = "bfloat16", threads: int | None = None) -> None:
+        """`max_len`: tokens of the longest row of any cell. Raises ModelError or ConfigError with one line."""
+        transformers.utils.logging.disable_progress_bar()
+        self.threads = threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(self.threads)
+        self.path: Path = resolve(model)
+        self.spec = DecoderSpec.from_config(read_config(self.path))
+        if max_len > self.spec.max_position_embeddings:
+            raise ConfigError(
+                f"--context and --new-tokens: expected at most {self.spec.max_position_embeddings} tokens in a row, "
+                f"the model's context, got {max_len}"
+            )
+        self.codec = TextCodec.from_pretrained(self.path)
+        self.weights = dict(iter_weights(self.path))
+        self.decoder = make_decoder(self.spec, self.weights, dtype=dtype, max_len=max_len, device=torch.device("cpu"))
+        self._texts: list[IntArray] | None = None
+        self._heads: dict[str | None, Eagle3Head] = {}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the policy's weights in the generator's type."""
+        size = DTYPES["bfloat16"].itemsize if self.decoder.dtype is torch.bfloat16 else self.decoder.dtype.itemsize
+        return size * sum(tensor.numel() for tensor in self.weights.values())
+
+    def texts(self) -> list[IntArray]:
+        """Token ids of the built-in prompts, rendered."""
+        if self._texts is None:
+            rows = [
+                Row(id=f"bench/{i}", where=f"prompt {i}", columns={"prompt": t}) for i, t in enumerate(DEFAULT_PROMPTS)
+            ]
+            form = PromptFormat(answer_key=None)
+            self._texts = [render_prompt(row, self.codec, form).token_ids for row in rows]
+        return self._texts
+
+    def prompts(self, count: int, length: int) -> tuple[Prompt, ...]:
+        """Different prompts of exactly this length."""
+        return cut_prompts(self.texts(), count, length)
+
+    def head(self, folder: str | None) -> Eagle3Head:
+        """A trained head from its folder, or an untrained one."""
+        if folder not in self._heads:
+            self._heads[folder] = self._untrained_head() if folder is None else load_head(folder, self.weights)
+        return self._heads[folder]
+
+    def _untrained_head(self) -> Eagle3Head:
+        vocab = self.spec.vocab_size
+        room = self.decoder.max_len - 1
+        prompts = [make_prompt(ids[-room:].tolist(), i) for i, ids in enumerate(self.texts())]
+        section = Draft(vocab_size=DRAFT_VOCABULARY if vocab > DRAFT_VOCABULARY else None)
+        return new_head(section, self.decoder, self.weights, prompts, seed=0, temperature=1.0, keep=())
+
+    def generator(self, choice: DrafterChoice, *, rows: int, max_len: int) -> NativeGenerator:
+        """A generator for cells of up to `rows` rows of up to `max_len` tokens; make another for another cell."""
+
+        def new_kv() -> KVSlots:
+            return KVSlots(self.spec, rows, max_len, self.decoder.dtype, self.decoder.device)
+
+        drafter = self._drafter(choice, rows, new_kv)
+        return NativeGenerator(
+            EngineParts(
+                decoder=self.decoder,
+                kv=new_kv(),
+                vocab_size=self.spec.vocab_size,
+                max_len=max_len,
+                device=self.decoder.device,
+                dtype=self.decoder.dtype,
+                drafter=drafter,
+                history=drafter if isinstance(drafter, HistoryDrafter | CombinedDrafter) else None,
+                draft_length=FixedLength(0),
+                rule=choice.rule,
+            ),
+            num_slots=rows,
+            apply_update=_refuse_update,
+        )
+
+    def _drafter(self, choice: DrafterChoice, rows: int, new_kv: Callable[[], KVSlots]) -> Drafter | None:
+        if choice.method == "none":
+            return None
+        if choice.method == "noisy_policy":
+            return NoisyPolicyDrafter(
+                self.decoder, new_kv(), vocab_size=self.spec.vocab_size, hidden_size=self.spec.hidden_size
+            )
+        speculation = SpeculativeConfig(method=choice.method, model=choice.draft)
+        head = self.head(choice.draft) if choice.method == "eagle3" else None
+        return make_drafter(speculation, self.decoder, head, self.codec, num_slots=rows)
+
+
+def check_draft(method: Method, draft: str | None) -> None:
+    """Before anything is loaded: raises ConfigError or ModelError when method and folder do not go together."""
+    if method == "small_model" and draft is None:
+        raise ConfigError("--method small_model needs --draft, the folder of a model with the policy's tokenizer")
+    if draft is None:
+        return
+    if method not in ("eagle3", "small_model"):
+        raise ConfigError(f"--method {method} drafts without a model, got --draft {draft}; leave one of them out")
+    if method == "eagle3" and not Path(draft).is_dir():
+        raise ModelError(f"--draft: expected the folder of a draft head, got {draft}, which is not there")
+
+
+def _refuse_update(update: WeightUpdate) -> RefitReport:
+    raise ConfigError("a generator of the bench keeps its weights")

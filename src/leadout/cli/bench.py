@@ -1,0 +1,196 @@
+"""``leadout bench``: tokens per second, acceptance, round cost and memory, beside peers, measured in turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from leadout.cli.options import check_target
+from leadout.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from leadout.build.bench import BenchOptions, Length
+
+_Method = Literal["none", "ngram", "eagle3", "noisy_policy", "history", "small_model"]
+_MOST_ROWS = 1024
+_MOST_DRAFTS = 16
+
+
+_Model = Annotated[str, typer.Option(metavar="MODEL", help="Alias, folder or hub id.")]
+_Sizes = Annotated[str, typer.Option(metavar="N,N", help="Rows generated at once.")]
+_Drafts = Annotated[str, typer.Option("--k", metavar="K,K", help="Draft lengths; 0 is plain, auto chooses.")]
+_Drafter = Annotated[_Method, typer.Option(help="Drafter; eagle3 without --draft is an untrained head.")]
+_Draft = Annotated[str | None, typer.Option(metavar="DIR", help="A draft head or small model.")]
+_Set = Annotated[
+    float | None, typer.Option(min=0.0, max=1.0, help="Keep each draft this often, at the drafter's full cost.")
+]
+_Context = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
+_New = Annotated[int, typer.Option(min=2, help="New tokens of each row; end tokens are ignored.")]
+_Load = Annotated[Literal["fixed", "longtail"], typer.Option(help="longtail: 64 rows of log-normal length.")]
+_Peers = Annotated[str | None, typer.Option(metavar="P,P", help="Peers: hf, vllm; each in its own process.")]
+_Python = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="Interpreter with vLLM; in the cache folder if not given.")
+]
+_Repeats = Annotated[int, typer.Option(min=1, max=1000, help="Counted samples of each contender.")]
+_Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads; all cores if not given.")]
+_Dtype = Annotated[Literal["bfloat16", "float32", "float64"], typer.Option(help="Of our engine.")]
+_Calibrate = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Instead, write this machine's profile for `leadout simulate --profile`."),
+]
+_Targets = Annotated[
+    bool, typer.Option("--targets", metavar="", help="Instead, measure the project's targets (about 20 minutes).")
+]
+_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write everything here.")]
+
+
+def bench(
+    model: _Model = "smollm2-135m",
+    batch_sizes: _Sizes = "1,4,8,16,32,64",
+    k: _Drafts = "0,1,3,5,auto",
+    method: _Drafter = "eagle3",
+    draft: _Draft = None,
+    set_acceptance: _Set = None,
+    context: _Context = 64,
+    new_tokens: _New = 64,
+    workload: _Load = "fixed",
+    against: _Peers = None,
+    vllm_python: _Python = None,
+    repeats: _Repeats = 5,
+    threads: _Threads = None,
+    dtype: _Dtype = "bfloat16",
+    calibrate: _Calibrate = None,
+    targets: _Targets = False,
+    json: _Json = None,
+) -> None:
+    """Measure generation: tokens/s, acceptance, round cost and memory at every batch size and draft length.
+
+    Contenders are measured in turn (A B A B) after a warm-up, with the same prompts and the same weights.
+
+    Example: leadout bench --batch-sizes 1,4,16 --k 0,3,auto
+    """
+    check_target(json, "--json")
+    check_target(calibrate, "--calibrate")
+    if targets and calibrate is not None:
+        raise ConfigError("--targets and --calibrate are two measurements; leave one of them out")
+    sizes = _counts(batch_sizes, "--batch-sizes", low=1, high=_MOST_ROWS)
+    from leadout.build.bench import BenchOptions
+
+    options = BenchOptions(
+        model=model,
+        batch_sizes=sizes,
+        lengths=_lengths(k),
+        method=method,
+        draft=draft,
+        set_acceptance=set_acceptance,
+        context=context,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        workload=workload,
+        dtype=dtype,
+        threads=threads,
+        against=() if against is None else tuple(dict.fromkeys(against.split(","))),
+        vllm_python=vllm_python,
+    )
+    if calibrate is not None:
+        _calibrate(options, calibrate)
+    elif targets:
+        _targets_table(options, json)
+    else:
+        _run(options, json)
+
+
+def _counts(text: str, option: str, *, low: int, high: int) -> tuple[int, ...]:
+    """Whole numbers with commas, ascending in no order of ours."""
+    try:
+        counts = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        counts = ()
+    if not counts or not all(low <= count <= high for count in counts):
+        raise ConfigError(
+            f"{option}: expected whole numbers from {low} to {high} with commas, such as 1,4, got {text!r}"
+        )
+    return counts
+
+
+def _lengths(text: str) -> tuple[Length, ...]:
+    """Draft lengths with commas; `auto` may be among them."""
+    parts = [part.strip() for part in text.split(",")]
+    fixed = [part for part in parts if part != "auto"]
+    if not all(part.isdecimal() and int(part) <= _MOST_DRAFTS for part in fixed):
+        raise ConfigError(
+            f"--k: expected numbers from 0 to {_MOST_DRAFTS} or auto with commas, such as 0,3,auto, got {text!r}"
+        )
+    return tuple("auto" if part == "auto" else int(part) for part in parts)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
+def _run(options: BenchOptions, json: Path | None) -> None:
+    from leadout.bench.render import render_cell
+    from leadout.bench.results import Cell
+    from leadout.build.bench import bench as run_bench
+    from leadout.pipeline.folder import write_json
+
+    console = _console()
+    with console.status("loading the model") as status:
+
+        def show(cell: Cell) -> None:
+            console.print(render_cell(cell))
+            console.print()
+
+        report = run_bench(options, tell=status.update, show=show)
+    for name, peer in report.peers.items():
+        console.print(
+            f"{name} {peer['version']}: stopped for {peer['idle_seconds']:.1f} s, in which it used "
+            f"{peer['idle_cpu_seconds']:.2f} s of processor time"
+        )
+    if json is not None:
+        write_json(json, report.to_json())
+
+
+def _calibrate(options: BenchOptions, path: Path) -> None:
+    from leadout.build.bench_calibrate import calibrate as measure
+    from leadout.pipeline.folder import write_text
+
+    console = _console()
+    with console.status("loading the model") as status:
+        profile = measure(options, tell=status.update)
+    write_text(path, profile.model_dump_json(indent=1) + "\n")
+    assert profile.limits is not None
+    console.print(
+        f"wrote {path}: {len(profile.rounds)} grids of rounds, {profile.limits.read_bytes_per_s / 1e9:.1f} GB/s, "
+        f"{profile.limits.product_flops / 1e9:.0f} GFLOP/s; use it with leadout simulate --run RUN --profile {path}, "
+        "or as rollout.speculative_config.leadout.cost_profile"
+    )
+
+
+def _targets_table(options: BenchOptions, json: Path | None) -> None:
+    from leadout.bench.render import render_cell, render_checks
+    from leadout.bench.results import Cell
+    from leadout.bench.targets import TargetPlan
+    from leadout.build.bench_targets import measure_targets
+    from leadout.pipeline.folder import write_json
+
+    console = _console()
+    with console.status("loading the model") as status:
+
+        def show(cell: Cell) -> None:
+            console.print(render_cell(cell))
+            console.print()
+
+        report = measure_targets(options, TargetPlan(), tell=status.update, show=show)
+    for note in report.notes:
+        console.print(note)
+    console.print(render_checks(report.checks))
+    if json is not None:
+        write_json(json, report.to_json())

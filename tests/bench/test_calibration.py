@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from leadout.bench.calibration import RoundTimes, draft_curve, fit_line, forward_curve, round_grids
+from leadout.bench.limits import product_flops, read_bandwidth
+from leadout.build.bench import BenchOptions
+from leadout.build.bench_calibrate import ROUNDS, calibrate
+from leadout.draft_length.costs import CostProfile
+from leadout.errors import ConfigError
+from leadout.records import Stage
+from leadout.sim.profile import Linear, load_profile
+from leadout.sim.replay import replay_step
+from tests.build.tiny_runs import model_folder
+from tests.sim.test_replay import recorded
+
+
+def times() -> dict[tuple[int, int, int], RoundTimes]:
+    """A round takes (1 + k) x rows seconds and one more per 100 tokens of context, drafting 0.1 k of it."""
+    return {
+        (k, rows, context): RoundTimes(
+            whole=[99.0, (1 + k) * rows + context / 100, 0.0],
+            draft=[0.1 * k] * 3,
+            verify=[(1.0 + k) * rows] * 3,
+        )
+        for k in (0, 1, 3)
+        for rows in (1, 2)
+        for context in (100, 300)
+    }
+
+
+def test_grids_are_medians_and_lengths_between_lie_on_the_line():
+    grids = {grid.k: grid for grid in round_grids("eagle3", times())}
+    assert list(grids) == [0, 1, 2, 3]
+    assert [grids[k].method for k in grids] == ["none", "eagle3", "eagle3", "eagle3"]
+    assert grids[3].seconds == ((5.0, 7.0), (9.0, 11.0))
+    assert grids[2].seconds == ((4.0, 6.0), (7.0, 9.0))
+    assert grids[0].contexts == (100.0, 300.0)
+
+
+def test_curves_are_by_tokens_and_by_rows():
+    assert forward_curve(times()) == {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
+    assert draft_curve(times()) == {1: pytest.approx(0.1), 2: pytest.approx(0.1)}
+
+
+def test_a_line_has_no_negative_part():
+    assert fit_line([1.0, 2.0, 3.0], [3.0, 5.0, 7.0]) == Linear(fixed_s=1.0, seconds_per_token=2.0)
+    assert fit_line([1.0, 2.0], [4.0, 2.0]) == Linear(fixed_s=3.0)
+    assert fit_line([1.0, 3.0], [0.0, 2.0]).fixed_s == 0.0
+
+
+def test_limits_are_rates():
+    assert read_bandwidth(num_bytes=1 << 22, repeats=2) > 1e8
+    assert product_flops(size=64, repeats=2) > 1e6
+
+
+def test_a_calibrated_machine_is_read_by_the_simulator_and_by_the_choice_of_draft_lengths(tmp_path):
+    policy = str(model_folder(tmp_path / "policy", context=128))
+    options = BenchOptions(model=policy, batch_sizes=(1, 3), context=16, dtype="float32", threads=1)
+    profile = calibrate(options, tell=lambda line: None)
+    path = tmp_path / "profile.json"
+    path.write_text(profile.model_dump_json())
+    read = load_profile(path)
+    assert read.draft_lengths("eagle3") == [0, 1, 2, 3, 4, 5]
+    assert [grid.rows for grid in read.rounds] == [(1, 3)] * 6
+    assert read.rounds[0].contexts[0] == 16.0 + ROUNDS // 2
+    assert {part.name for part in read.parts} == {"forward", "sampler", "draft", "host"}
+    seconds = replay_step(recorded([9.0, 5.0], rounds=[4, 2], drafted={3: 1.0}), read, "eagle3", slots=2, group=1)
+    assert all(seconds[stage] > 0.0 for stage in (Stage.ROLLOUT, Stage.REFIT, Stage.TRAIN))
+    costs = CostProfile.read(path)
+    assert sorted(costs.forward.points()) == [1, 2, 3, 4, 6, 12, 18]
+    assert costs.forward.points()[3] == json.loads(path.read_text())["forward"]["3"]
+
+
+def test_a_context_without_room_for_a_longer_one_is_refused(tmp_path):
+    policy = str(model_folder(tmp_path / "policy", context=128))
+    with pytest.raises(ConfigError, match="--context: expected fewer than 107 tokens"):
+        calibrate(BenchOptions(model=policy, context=110, dtype="float32", threads=1), tell=lambda line: None)
