@@ -93,7 +93,11 @@ def test_rounds_are_timed_only_between_rounds_of_the_same_rows():
     timer = TimedLength(FixedLength(0))
     for rows in (2, 2, 1, 1, 2):
         none = np.zeros(rows, np.int64)
-        timer.record(RoundOutcome(num_drafts=0, drafted_B=none, accepted_B=none, draft_seconds=0.0, verify_seconds=1.0))
+        timer.record(
+            RoundOutcome(
+                num_drafts=0, num_asked=0, drafted_B=none, accepted_B=none, draft_seconds=0.0, verify_seconds=1.0
+            )
+        )
     assert (len(timer.seconds(2)), len(timer.seconds(1)), timer.seconds(3)) == (1, 1, [])
 
 

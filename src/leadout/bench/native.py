@@ -12,7 +12,7 @@ import numpy as np
 from leadout.bench.contender import Sample
 from leadout.bench.memory import peak_bytes, reset_peak
 from leadout.bench.workload import Workload
-from leadout.draft_length.controller import DraftLength, RoundOutcome
+from leadout.draft_length.controller import Choice, DraftLength, RoundOutcome
 from leadout.pipeline.generate import generate
 from leadout.pipeline.rollout_metrics import speculation_metrics
 from leadout.records import Request, Rollout, RolloutId, SamplingParams
@@ -40,7 +40,7 @@ class TimedLength:
         self._inner = inner
         self.rounds: list[Round] = []
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = float("inf")) -> int:
+    def choose(self, rows: int, *, backlog: int = 0, remaining: float = float("inf")) -> Choice:
         """As the inner one says."""
         return self._inner.choose(rows, backlog=backlog, remaining=remaining)
 
