@@ -70,7 +70,14 @@ def test_all_plain_has_no_acceptance_at_all():
         "spec/num_drafts": 0,
         "spec/num_draft_tokens": 0,
         "spec/num_accepted_tokens": 0,
+        "spec/k_share_0": 1.0,
     }
+
+
+def test_the_shares_of_draft_lengths_are_a_histogram_of_row_rounds():
+    rollout = make_rollout(tokens=(5, 6, 7, 8, 9, EOS), drafted=(0, 3, 1, 0), accepted=(0, 1, 0, 0))
+    metrics = speculation_metrics([rollout])
+    assert [metrics[f"spec/k_share_{k}"] for k in range(4)] == [0.5, 0.25, 0.0, 0.25]
 
 
 def test_rollouts_that_end_with_the_prefill_token_have_no_rounds():

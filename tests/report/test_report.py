@@ -9,7 +9,7 @@ from leadout.pipeline.closing import Case, close_run
 from leadout.pipeline.folder import RunFolder, write_json
 from leadout.records import Stage
 from leadout.report import write_report
-from leadout.report.charts import CHARTS, line_chart, stage_chart
+from leadout.report.charts import CHARTS, draft_length_chart, line_chart, stage_chart
 from leadout.report.page import highlights, pick_samples
 from tests.fakes import FakeGenerator
 from tests.pipeline.builders import make_run
@@ -144,6 +144,12 @@ def test_samples_of_a_single_rollout_are_that_rollout():
 def test_a_chart_without_its_quantity_is_none():
     assert line_chart(CHARTS[0], {"a": [{"step": 1, "loss": 0.5}]}) is None
     assert stage_chart([]) is None
+
+
+def test_draft_lengths_are_stacked_by_k_and_left_out_where_nothing_was_drafted():
+    assert draft_length_chart([{"step": 1, "spec/k_share_0": 1.0}]) is None
+    svg = svg_of(draft_length_chart([{"step": 1, "spec/k_share_0": 0.5, "spec/k_share_1": 0.0, "spec/k_share_2": 0.5}]))
+    assert all(label in svg for label in ("off", "k = 1", "k = 2"))
 
 
 def test_the_same_rows_give_the_same_picture():

@@ -110,6 +110,7 @@ def speculation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
     - `rounds`: row-rounds. `off_share`: share of them with nothing drafted. `k_mean`: drafts per row-round, those
       with none counted as 0.
+    - `k_share_i`: share of them with i drafts, the histogram of what was chosen; sums to 1.
     - `num_drafts`: drafted row-rounds. `num_draft_tokens`, `num_accepted_tokens`: drafts verified and accepted
       (vLLM's names).
     - `acceptance_length` = tokens committed in drafted row-rounds / drafted row-rounds; tokens after the end of a
@@ -135,6 +136,8 @@ def speculation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "spec/num_draft_tokens": float(num_draft_tokens),
         "spec/num_accepted_tokens": float(num_accepted),
     }
+    shares_K = np.bincount(drafted_R) / len(drafted_R)
+    metrics |= {f"spec/k_share_{k}": float(share) for k, share in enumerate(shares_K)}
     if num_drafts == 0:
         return metrics
     metrics["spec/acceptance_length"] = float(committed_R[on_R].sum() / num_drafts)

@@ -124,6 +124,27 @@ def stage_chart(rows: Rows) -> Picture | None:
     return _picture("Seconds per stage", figure)
 
 
+def draft_length_chart(rows: Rows) -> Picture | None:
+    """Share of row-rounds by number of drafts as stacked bars, a colour per k; None where nothing was ever drafted."""
+    name = "spec/k_share_"
+    lengths = sorted({int(key.removeprefix(name)) for row in rows for key in row if key.startswith(name)})
+    if not any(lengths):
+        return None
+    figure, axes = _figure("step", "share of row-rounds")
+    shown = [row for row in rows if f"{name}0" in row]
+    bottom = [0.0] * len(shown)
+    for number, k in enumerate(lengths):
+        shares = [row.get(f"{name}{k}", 0.0) for row in shown]
+        colour = "#d9d9d9" if k == 0 else PALETTE[(number - 1) % len(PALETTE)]
+        axes.bar(
+            [row["step"] for row in shown], shares, bottom=bottom, color=colour, label="off" if k == 0 else f"k = {k}"
+        )
+        bottom = [low + height for low, height in zip(bottom, shares, strict=True)]
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend_outside(axes, reverse=True)
+    return _picture("Draft lengths chosen", figure)
+
+
 def stage_comparison_chart(means: Mapping[str, Mapping[Stage, float]]) -> Picture:
     """Mean seconds of a step of each run as one stacked bar."""
     figure, axes = _figure("mean seconds of a step", "")

@@ -21,7 +21,7 @@ from leadout.metrics import read_rows
 from leadout.pipeline.closing import mean_stage_seconds
 from leadout.pipeline.folder import RunFolder, write_text
 from leadout.records import Stage
-from leadout.report.charts import CHARTS, Picture, line_chart, stage_chart, stage_comparison_chart
+from leadout.report.charts import CHARTS, Picture, draft_length_chart, line_chart, stage_chart, stage_comparison_chart
 
 _SAMPLED_STEPS = 2
 _SAMPLES_PER_STEP = 3
@@ -143,9 +143,10 @@ def pick_samples(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _pictures(data: Sequence[RunData]) -> list[Picture]:
     runs = {run.name: run.rows for run in data}
     drawn = [line_chart(chart, runs) for chart in CHARTS]
+    lengths = None
     if len(data) == 1:
-        stages = stage_chart(data[0].rows)
+        stages, lengths = stage_chart(data[0].rows), draft_length_chart(data[0].rows)
     else:
         stages = stage_comparison_chart({run.name: run.stage_seconds for run in data})
-    pictures = [*drawn[:2], stages, *drawn[2:]]
+    pictures = [*drawn[:2], stages, lengths, *drawn[2:]]
     return [picture for picture in pictures if picture is not None]
