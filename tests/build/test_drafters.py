@@ -136,7 +136,7 @@ def test_the_info_of_a_small_model_tells_its_size(folder):
 
 def test_the_info_of_a_head_for_a_deeper_policy_names_its_layers(folder, tmp_path):
     model_folder(tmp_path / "shallow", layers=2)
-    with pytest.raises(ModelError, match=r"expected tapped layers in 0\.\.2, got \[1, 2, 3\]"):
+    with pytest.raises(ModelError, match=r"to lie in 0\.\.2 \(the state entering each layer\), got \[1, 2, 3\]"):
         draft_info(str(folder / "head"), str(tmp_path / "shallow"))
 
 

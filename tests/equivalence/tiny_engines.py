@@ -11,7 +11,7 @@ import torch
 from leadout.draft_length.controller import DraftLength, FixedLength
 from leadout.draft_length.source_choice import SourceChoice
 from leadout.drafters.combined import CombinedDrafter
-from leadout.drafters.eagle3 import Eagle3Drafter
+from leadout.drafters.head_drafter import HeadDrafter
 from leadout.drafters.history import HistoryDrafter
 from leadout.drafters.ngram import NgramDrafter
 from leadout.drafters.small_model import SmallModelDrafter
@@ -27,6 +27,7 @@ from leadout.rollout.engine import NativeGenerator
 from leadout.rollout.parts import EngineParts
 from leadout.train.cotrain import DraftTrainer
 from leadout.train.settings import DraftSettings
+from leadout.train.students import HeadStudent
 from tests.train.learner_fakes import make_forward
 
 MAX_LEN = 96
@@ -58,7 +59,7 @@ def trained_head(model: Any, rollouts: Sequence[Rollout], *, reduced: bool = Tru
     """A head that has learnt some rollouts nearly by heart, so that its drafts are sometimes accepted."""
     head = eagle3_head(model, reduced=reduced)
     settings = DraftSettings(learning_rate=1e-2, warmup_steps=1, micro_rollouts=16, autocast=False)
-    trainer = DraftTrainer(head, settings, temperature=1.0, seed=0)
+    trainer = DraftTrainer(HeadStudent(head), settings, temperature=1.0, seed=0)
     score = Score(reward=0.0, parts={}, text="")
     groups = [Group(prompt=rollout.prompt, rollouts=(rollout,), scores=(score,)) for rollout in rollouts]
     forward = make_forward(model, max_completions=len(groups))
@@ -74,11 +75,11 @@ def trained_head(model: Any, rollouts: Sequence[Rollout], *, reduced: bool = Tru
 
 def eagle3_drafter(
     head: Eagle3Head, fused: FusedDecoder, num_slots: int, *, greedy: bool = False, max_len: int = MAX_LEN
-) -> Eagle3Drafter:
+) -> HeadDrafter:
     """The drafter of a head that stays as it is."""
     copy = Eagle3Head(head.spec)
     copy.load_state_dict(head.state_dict())
-    return Eagle3Drafter(
+    return HeadDrafter(
         copy,
         policy_embedding=lambda: fused.embedding_VH,
         num_slots=num_slots,

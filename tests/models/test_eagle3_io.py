@@ -268,7 +268,7 @@ def test_a_full_disk_leaves_the_old_head_and_says_what_to_do(folder, monkeypatch
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     before = (folder / "model.safetensors").read_bytes()
-    monkeypatch.setattr("leadout.models.eagle3_io.save_file", full)
+    monkeypatch.setattr("leadout.models.head_files.save_file", full)
     with pytest.raises(CapacityError, match=r"disk full while writing .*/model\.safetensors; free some space and run"):
         write_eagle3(tiny_head(), folder)
     assert (folder / "model.safetensors").read_bytes() == before

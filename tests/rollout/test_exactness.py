@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leadout.draft_length.controller import RoundOutcome
-from leadout.drafters.eagle3 import Eagle3Drafter
+from leadout.drafters.head_drafter import HeadDrafter
 from leadout.drafters.ngram import NgramDrafter
 from leadout.interfaces import Draft, DraftProbs
 from leadout.models import sampling
@@ -127,7 +127,7 @@ def test_a_real_draft_head_on_a_real_decoder_emits_whole_rollouts_of_the_policy(
     assert 0.1 < accepted / sum(int(rollout.rounds.drafted.sum()) for rollout in rollouts) < 0.95
 
 
-def tiny_policy_and_drafter() -> tuple[FusedDecoder, Eagle3Drafter]:
+def tiny_policy_and_drafter() -> tuple[FusedDecoder, HeadDrafter]:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16,

@@ -18,6 +18,7 @@ from leadout.train.cotrain import DraftTrainer
 from leadout.train.learner import LearnerSettings, LocalLearner
 from leadout.train.loss import LossSettings
 from leadout.train.settings import DraftSettings, OptimizerSettings, UpdateSettings
+from leadout.train.students import HeadStudent
 
 VOCAB = 50
 DRAFT_IDS = torch.arange(0, VOCAB, 2)
@@ -183,7 +184,7 @@ def make_learner(
 ) -> LocalLearner:
     drafter = None
     if draft is not None:
-        drafter = DraftTrainer(head or tiny_draft_head(model), draft, temperature=temperature, seed=3)
+        drafter = DraftTrainer(HeadStudent(head or tiny_draft_head(model)), draft, temperature=temperature, seed=3)
     settings = LearnerSettings(
         loss=loss or LossSettings(max_completion_length=16),
         optimizer=optimizer or OptimizerSettings(learning_rate=1e-3),

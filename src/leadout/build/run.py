@@ -24,9 +24,10 @@ from leadout.errors import LeadoutError
 from leadout.interfaces import Stateful
 from leadout.metrics import read_rows
 from leadout.models.decoder import FusedDecoder
-from leadout.models.eagle3 import Eagle3Head
-from leadout.models.eagle3_io import write_eagle3
+from leadout.models.draft_head import DraftHead
+from leadout.models.head_io import write_head
 from leadout.models.loading import read_config, resolve
+from leadout.models.mtp_io import has_mtp
 from leadout.models.spec import DecoderSpec
 from leadout.pipeline.closing import CASES, Case, close_run
 from leadout.pipeline.closing_table import print_closing
@@ -175,12 +176,12 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
     return RunParts(run=run, generator=generator)
 
 
-def _write_start(head: Eagle3Head | None, folder: RunFolder) -> None:
+def _write_start(head: DraftHead | None, folder: RunFolder) -> None:
     """Keep the head the run starts from; a folder that cannot hold it is not left behind."""
     if head is None:
         return
     try:
-        write_eagle3(head, folder.path / _DRAFT_START)
+        write_head(head, folder.path / _DRAFT_START)
     except (LeadoutError, OSError):
         folder.discard_if_unused()
         raise
@@ -248,15 +249,18 @@ def _make_head(
     weights: Mapping[str, torch.Tensor],
     inputs: Inputs,
     folder: RunFolder | None,
-) -> Eagle3Head | None:
-    """The EAGLE-3 head a run starts from: the recipe's, the one an earlier start made, or a new one."""
+) -> DraftHead | None:
+    """The head a run starts from: the recipe's, the one an earlier start made, the policy's own, or a new one."""
     speculation = config.rollout.speculative_config
-    if speculation is None or speculation.draft_model != "eagle3":
+    if speculation is None or speculation.draft_head is None:
         return None
+    method = speculation.draft_head
     if speculation.model is not None:
-        return load_head(speculation.model, weights)
+        return load_head(speculation.model, weights, method)
     if folder is not None and (folder.path / _DRAFT_START / "config.json").is_file():
-        return load_head(folder.path / _DRAFT_START, weights)
+        return load_head(folder.path / _DRAFT_START, weights, method)
+    if method == "mtp" and has_mtp(inputs.path):
+        return load_head(inputs.path, weights, method)
     return new_head(
         config.draft,
         decoder,
@@ -265,6 +269,7 @@ def _make_head(
         seed=config.seed,
         temperature=config.rollout.temperature,
         keep=inputs.codec.eos_token_ids,
+        method=method,
     )
 
 

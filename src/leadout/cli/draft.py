@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from pydantic import ValidationError
@@ -97,8 +97,11 @@ def train(
         typer.Option(metavar="DATA", help="FILE, FILE@PROMPT_KEY, a task, or hub:ID; repeat to mix several."),
     ],
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of the head; an interrupted training goes on there.")
+        Path, typer.Option(metavar="DIR", help="Folder of the drafter; an interrupted training goes on there.")
     ],
+    method: Annotated[
+        Literal["eagle3", "parallel", "mtp", "small_model"], typer.Option(help="What is trained.")
+    ] = "eagle3",
     rollouts: Annotated[int, typer.Option(min=1, help="Rollouts to generate.")] = 2048,
     passes: Annotated[int, typer.Option(min=1, help="Times that each is learnt from.")] = 2,
     max_completion_length: Annotated[int, typer.Option(min=2, help="Tokens per rollout.")] = 96,
@@ -108,14 +111,19 @@ def train(
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Draft vocabulary; the policy's by default.")] = None,
     loss_fn: Annotated[str, typer.Option(help="ce, kl, tv, lk or a sum such as ce+tv.")] = "ce",
     ttt_steps: Annotated[int, typer.Option(min=1, max=8, help="Unrolled steps.")] = 3,
-    learning_rate: Annotated[float, typer.Option(callback=finite, help="Of the head.")] = 1e-3,
+    learning_rate: Annotated[float, typer.Option(callback=finite, help="Of the drafter.")] = 1e-3,
     drafts: Annotated[int, typer.Option(min=1, max=8, help="Drafts of a round that are measured.")] = 3,
     held_out: Annotated[int, typer.Option(min=1, help="Most held-out prompts of each data set.")] = 48,
     measure_every: Annotated[int, typer.Option(min=1, help="Batches between measurements.")] = 4,
-    start: Annotated[Path | None, typer.Option(metavar="DIR", help="A head to go on from.")] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts, rollouts and the head's start.")] = 0,
+    start: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A drafter to go on from; a small model must be named.")
+    ] = None,
+    form: Annotated[
+        Literal["hf", "speculators"], typer.Option("--format", help="Form of the folder (eagle3, parallel).")
+    ] = "hf",
+    seed: Annotated[int, typer.Option(help="Of prompts, rollouts and the drafter's start.")] = 0,
 ) -> None:
-    """Train an EAGLE-3 head on the policy's own rollouts; keeps the best by held-out acceptance.
+    """Train a drafter on the policy's own rollouts; keeps the best by held-out acceptance.
 
     Example: leadout draft train --model smollm2-135m --data arithmetic --out drafts/mine --vocab-size 8192
     """
@@ -124,6 +132,7 @@ def train(
     from leadout.build.run import make_console
     from leadout.recipe.problems import first_problem
 
+    _check_training(method, form, start, vocab_size)
     try:
         section = Draft(vocab_size=vocab_size, loss_fn=loss_fn, ttt_steps=ttt_steps, learning_rate=learning_rate)
     except ValidationError as error:
@@ -138,13 +147,29 @@ def train(
         max_completion_length=max_completion_length,
         temperature=temperature,
         num_drafts=drafts,
+        method=method,
         draft=section,
         init=start,
+        format=form,
         seed=seed,
     )
     best = train_draft(plan, out, make_console())
     typer.echo(f"best: acceptance length {best[LENGTH]:.3f} after {best['rollouts']:.0f} rollouts, in {out}")
-    typer.echo(f"\nNext: leadout train RECIPE rollout.speculative_config.model={out}", err=True)
+    typer.echo(
+        f"\nNext: leadout train RECIPE rollout.speculative_config.method={method} "
+        f"rollout.speculative_config.model={out}",
+        err=True,
+    )
+
+
+def _check_training(method: str, form: str, start: Path | None, vocab_size: int | None) -> None:
+    """Before the work, not after it."""
+    if method == "small_model" and start is None:
+        raise ConfigError("--method small_model needs --start, the model to train (leadout draft init makes one)")
+    if form == "speculators" and method not in ("eagle3", "parallel"):
+        raise ConfigError(f"--format speculators is for --method eagle3 and parallel, got {method}; leave one out")
+    if vocab_size is not None and method in ("mtp", "small_model"):
+        raise ConfigError(f"--vocab-size: --method {method} drafts from its whole vocabulary; leave one of them out")
 
 
 def _dataset(text: str) -> tuple[str, Dataset]:

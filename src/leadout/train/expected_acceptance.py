@@ -1,8 +1,8 @@
-"""Stage train, drafter: how many tokens a round would commit with a head, computed from rollouts of the policy.
+"""Stage train, drafter: how many tokens a round would commit with a drafter, computed from rollouts of the policy.
 
 Nothing is generated: along rollouts drawn from the policy, the chance that a draft had matched each token has a closed
 form (`leadout.train.draft_loss.expected_rounds`). Used on each step's rollouts during a run, and on held-out ones when
-a head is trained offline.
+a drafter is trained offline.
 
 Axes: R response tokens of a pack, V draft vocabulary, N positions, B rollouts, L query columns, K drafts of a round.
 """
@@ -14,25 +14,27 @@ import torch
 from torch import Tensor
 
 from leadout.batch import PolicyForward, PolicyOutput, TrainBatch
-from leadout.models.eagle3 import Eagle3Head
-from leadout.train.chains import Chains, build_chains, unroll
+from leadout.train.chains import Chains, build_chains
 from leadout.train.draft_loss import acceptance_of_token, expected_rounds, teacher_probabilities
+from leadout.train.students import DraftStudent
 
 
 class AcceptanceMeter:
-    """Adds packs up; one per head and stage."""
+    """Adds packs up; one per drafter and stage."""
 
-    def __init__(self, head: Eagle3Head, *, temperature: float, depth: int, budget: int, autocast: bool) -> None:
-        """`depth`: drafts of a round; `budget`: response tokens after which packs are ignored."""
-        self._head = head
+    def __init__(
+        self, student: DraftStudent, *, vocab_size: int, temperature: float, depth: int, budget: int, autocast: bool
+    ) -> None:
+        """`vocab_size`: the policy's; `depth`: drafts of a round; `budget`: response tokens beyond it are ignored."""
+        self._student = student
         self._temperature = temperature
         self._depth = depth
         self._budget = budget
         self._autocast = autocast
-        self._token_ids_V = head.draft_token_ids()
+        self._token_ids_V = student.token_ids_V
         self._draft_id_P: Tensor | None = None
         if self._token_ids_V is not None:
-            self._draft_id_P = torch.full((head.spec.vocab_size,), -1, device=self._token_ids_V.device)
+            self._draft_id_P = torch.full((vocab_size,), -1, device=self._token_ids_V.device)
             self._draft_id_P[self._token_ids_V] = torch.arange(
                 self._token_ids_V.numel(), device=self._draft_id_P.device
             )
@@ -74,19 +76,17 @@ class AcceptanceMeter:
     ) -> np.ndarray:
         """Acceptance by start and depth, [B, L + 1, K]; adds the sums of min(p, q) and their counts by depth."""
         depth = self._depth
-        assert output.taps_TF is not None, "the policy ran without the drafter's taps"
-        taps_TF = output.taps_TF.to(self._head.fc.weight.dtype)
-        with draft_autocast(self._head, self._autocast):
-            hidden = unroll(self._head, chains, taps_TF, batch.token_ids_T, forward.embedding_VH, depth)
+        with draft_autocast(self._student, self._autocast):
+            states = self._student.states(batch, output, forward, chains, depth)
         teacher_BLV = chain_teacher(output, forward, chains, self._token_ids_V, self._temperature)
         targets_BL = batch.token_ids_T[batch.response_R][chains.target_BL]
         drafts_BL = targets_BL if self._draft_id_P is None else self._draft_id_P[targets_BL]
         rows, columns = chains.query_BL.shape
         accept_BLK = np.zeros((rows, columns + depth + 1, depth))
-        for step, hidden_BLH in enumerate(hidden, 1):
+        for step, states_BLH in enumerate(states, 1):
             valid_BL = chains.valid_BL(step)
-            with draft_autocast(self._head, self._autocast):
-                logits_NV = self._head.logits(hidden_BLH[valid_BL])
+            with draft_autocast(self._student, self._autocast):
+                logits_NV = self._student.logits(states_BLH[valid_BL], forward)
             log_q_NV = (logits_NV.to(teacher_BLV.dtype) / self._temperature).log_softmax(-1)
             draft_N = drafts_BL[valid_BL]
             log_q_N = log_q_NV.gather(-1, draft_N.clamp(min=0)[:, None]).squeeze(-1)
@@ -113,7 +113,7 @@ def chain_teacher(
     return teacher_NV.view(*chains.target_BL.shape, -1)
 
 
-def draft_autocast(head: Eagle3Head, enabled: bool) -> torch.autocast:
-    """Matrix products of a float32 head in bfloat16 where that is wanted."""
-    weight = head.fc.weight
-    return torch.autocast(weight.device.type, dtype=torch.bfloat16, enabled=enabled and weight.dtype is torch.float32)
+def draft_autocast(student: DraftStudent, enabled: bool) -> torch.autocast:
+    """Matrix products of a float32 student in bfloat16 where that is wanted."""
+    device = next(student.module.parameters()).device
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled and student.dtype is torch.float32)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from leadout.drafters.eagle3_cache import Eagle3Cache
+from leadout.drafters.head_cache import HeadCache
 from leadout.models.eagle3 import Eagle3Head, Eagle3Spec
 from leadout.models.rope import RopeSpec
 from tests.models.native.models import distance, needs_kernels
@@ -14,7 +14,7 @@ pytestmark = needs_kernels
 NORMS = [{}, {"fc_norm": False}, {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True}]
 
 
-def caches(**norms: bool) -> tuple[Eagle3Cache, Eagle3Cache]:
+def caches(**norms: bool) -> tuple[HeadCache, HeadCache]:
     """The same head natively in bfloat16 and by PyTorch in float32."""
     spec = Eagle3Spec(
         hidden_size=96,
@@ -38,7 +38,7 @@ def caches(**norms: bool) -> tuple[Eagle3Cache, Eagle3Cache]:
     wide = Eagle3Head(spec).requires_grad_(False)
     wide.load_state_dict(head.state_dict())
     common = {"num_slots": 3, "max_len": 64, "device": torch.device("cpu")}
-    return Eagle3Cache(head, dtype=torch.bfloat16, **common), Eagle3Cache(wide, dtype=torch.float32, **common)
+    return HeadCache(head, dtype=torch.bfloat16, **common), HeadCache(wide, dtype=torch.float32, **common)
 
 
 @pytest.mark.parametrize("norms", NORMS)
