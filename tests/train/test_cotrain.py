@@ -11,6 +11,7 @@ from leadout.train.settings import DraftSettings
 from leadout.train.students import HeadStudent
 from tests.train.learner_fakes import (
     DRAFT_IDS,
+    KINDS,
     make_forward,
     make_group,
     random_groups,
@@ -35,21 +36,21 @@ def step(trainer: DraftTrainer, forward, groups) -> dict[str, float]:
     return metrics
 
 
-def setup(settings: DraftSettings = EXACT, *, reduced: bool = True, temperature: float = 1.0):
+def setup(settings: DraftSettings = EXACT, *, reduced: bool = True, temperature: float = 1.0, kind: str = "eagle3"):
     model = tiny_policy()
-    head = tiny_draft_head(model, reduced=reduced)
+    head = tiny_draft_head(model, reduced=reduced, kind=kind)
     trainer = DraftTrainer(HeadStudent(head), settings, temperature=temperature, seed=0)
     return model, make_forward(model, temperature=temperature), trainer
 
 
-@pytest.mark.parametrize("reduced", [True, False])
+@pytest.mark.parametrize(("kind", "reduced"), [("eagle3", True), ("eagle3", False), ("parallel", True), ("mtp", False)])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_expected_acceptance_length_is_that_of_cached_drafting(reduced, temperature):
-    model, forward, trainer = setup(reduced=reduced, temperature=temperature)
+def test_the_expected_acceptance_length_is_that_of_cached_drafting(kind, reduced, temperature):
+    model, forward, trainer = setup(reduced=reduced, temperature=temperature, kind=kind)
     groups = random_groups([[6, 2, 1], [5]])
     metrics = step(trainer, forward, groups)
 
-    head = tiny_draft_head(model, reduced=reduced)
+    head = tiny_draft_head(model, reduced=reduced, kind=kind)
     columns = {int(token): i for i, token in enumerate(DRAFT_IDS if reduced else range(50))}
     tokens, rounds = 0, 0.0
     for group in groups:
@@ -91,11 +92,11 @@ def test_the_measurement_stops_at_its_budget_of_tokens():
     )
 
 
-@pytest.mark.parametrize("reduced", [True, False])
-def test_learning_on_rollouts_raises_the_acceptance_expected_on_others(reduced):
+@pytest.mark.parametrize(("kind", "reduced"), [("eagle3", True), ("eagle3", False), ("parallel", True), ("mtp", False)])
+def test_learning_on_rollouts_raises_the_acceptance_expected_on_others(kind, reduced):
     model = tiny_policy()
     forward = make_forward(model)
-    head = tiny_draft_head(model, reduced=reduced, noise=0.0)
+    head = tiny_draft_head(model, reduced=reduced, noise=0.0, kind=kind)
     settings = DraftSettings(autocast=False, learning_rate=5e-3, warmup_steps=1)
     trainer = DraftTrainer(HeadStudent(head), settings, temperature=1.0, seed=0)
     training, held_out = sampled_groups(model, 8, 16, 12, seed=1), sampled_groups(model, 4, 16, 12, seed=2)
@@ -112,8 +113,9 @@ def test_learning_on_rollouts_raises_the_acceptance_expected_on_others(reduced):
     assert expected_length() > before + 0.03
 
 
-def test_draft_gradients_never_reach_the_policy():
-    model, forward, trainer = setup()
+@pytest.mark.parametrize("kind", KINDS)
+def test_draft_gradients_never_reach_the_policy(kind):
+    model, forward, trainer = setup(kind=kind)
     (batch,) = forward.pack(random_groups([[6, 4]]), [np.zeros(2)])
     output = forward.run(batch, taps=trainer.taps)
     loss = trainer.loss(batch, output, forward, build_chains(batch, [0, 1]))
