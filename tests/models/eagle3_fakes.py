@@ -62,10 +62,11 @@ def tiny_head(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: obje
     return _shaken(head, generator).to(dtype)
 
 
-def tiny_mtp_head(seed: int = 0, dtype: torch.dtype = torch.float32) -> MtpHead:
+def tiny_mtp_head(seed: int = 0, dtype: torch.dtype = torch.float32, vocab_size: int = 40) -> MtpHead:
     """A multi-token head with random weights large enough to matter, biases too."""
+    spec = dataclasses.replace(MTP_SPEC, vocab_size=vocab_size, draft_vocab_size=vocab_size)
     generator = torch.Generator().manual_seed(seed)
-    return _shaken(initial_mtp_head(MTP_SPEC, policy_tensors(), generator), generator).to(dtype)
+    return _shaken(initial_mtp_head(spec, policy_tensors(), generator), generator).to(dtype)
 
 
 Head = TypeVar("Head", bound=DraftHead)
