@@ -21,6 +21,9 @@ from leadout.models.draft_head import Attention, DraftHead, Entry, GatedMLP, RMS
 from leadout.models.eagle3_spec import Eagle3Spec as Eagle3Spec
 
 
+_SOME_ROWS = 8
+
+
 class _Layer(nn.Module):
     def __init__(self, spec: Eagle3Spec) -> None:
         super().__init__()
@@ -137,7 +140,8 @@ class ParallelHead(Eagle3Head):
 
     def deeper(self, hidden_NH: Tensor, embeddings_NH: Tensor) -> Entry:
         """What is not known yet, whatever came before."""
-        feature_NH = self.fuse(self.mask_hidden).expand(hidden_NH.shape)
+        # A product with one row is a matrix-vector product, whose rounding depends on where the memory lies.
+        feature_NH = self.fuse(self.mask_hidden.expand(_SOME_ROWS, -1))[:1].expand(hidden_NH.shape)
         return self.entry(feature_NH, self.mask_embedding.expand(embeddings_NH.shape))
 
 
