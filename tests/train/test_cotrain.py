@@ -70,6 +70,32 @@ def test_the_expected_acceptance_length_is_that_of_cached_drafting(kind, reduced
     assert metrics["draft/expected_acceptance_length"] == pytest.approx(tokens / rounds, abs=1e-9)
 
 
+@pytest.mark.parametrize("reduced", [True, False])
+def test_coverage_and_acceptance_by_entropy_are_those_of_the_policys_law(reduced):
+    model, forward, trainer = setup(reduced=reduced)
+    group = random_groups([[6, 4]])[0]
+    metrics = step(trainer, forward, [group])
+    head, prompt = tiny_draft_head(model, reduced=reduced), group.prompt.token_ids.tolist()
+    ids = DRAFT_IDS if reduced else torch.arange(50)
+    mass, by_class = [], {}
+    for rollout in group.rollouts:
+        completion = rollout.token_ids.tolist()
+        policy = model(input_ids=torch.tensor([prompt + completion])).logits[0].softmax(-1)
+        for (depth, target), logits in slow_logits(head, model, prompt, completion).items():
+            if depth == 1:
+                p = policy[len(prompt) + target - 1]
+                entropy = float(-(p * p.log()).sum())
+                bound = max(each for each in (0, 0.3, 1, 2, 3.5) if each <= entropy)
+                mass.append(float(p[ids].sum()))
+                by_class.setdefault(bound, []).append(float(torch.minimum(p[ids], logits.softmax(-1)).sum()))
+    assert metrics["draft/vocabulary_coverage"] == pytest.approx(np.mean(mass), abs=1e-6)
+    found = {name: value for name, value in metrics.items() if "_entropy_" in name}
+    assert found == {
+        f"draft/expected_acceptance_rate_entropy_{bound:g}": pytest.approx(np.mean(values), abs=1e-6)
+        for bound, values in by_class.items()
+    }
+
+
 def test_acceptance_is_measured_on_the_head_that_served_the_step():
     groups = random_groups([[6, 5, 6], [5, 6]])
     _, forward, learning = setup()
@@ -164,7 +190,7 @@ def test_rollouts_without_anything_to_draft_leave_the_head_as_it_is(completions)
         if batch.response_R.numel():
             trainer.observe(batch, forward.run(batch, taps=trainer.taps), forward)
     metrics = trainer.finish_step(forward)
-    assert metrics == {"draft/version": 0.0, "draft/updates": 0.0}
+    assert metrics == {"draft/version": 0.0, "draft/updates": 0.0, "draft/age": 0.0}
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.student.head.state_dict().items())
 
 
@@ -185,6 +211,7 @@ def test_the_drafter_learns_on_every_second_step_when_asked():
     rows = [step(trainer, forward, random_groups([[4, 4]])) for _ in range(4)]
     assert [row["draft/version"] for row in rows] == [1, 1, 2, 2]
     assert [row["draft/updates"] for row in rows] == [1, 0, 1, 0]
+    assert [row["draft/age"] for row in rows] == [0, 0, 1, 0]
 
 
 def test_the_learning_rate_warms_up():
@@ -242,7 +269,7 @@ def test_held_out_acceptance_is_what_a_step_would_measure():
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.student.head.state_dict().items())
     measured = step(trainer, forward, groups)
     assert held_out == {name: measured[name] for name in held_out}
-    assert len(held_out) == 4
+    assert {"draft/expected_acceptance_length", "draft/vocabulary_coverage"} < held_out.keys()
 
 
 def test_the_learning_rate_rises_stays_and_falls_to_its_floor():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from leadout.config import Dataset, Draft, HeadMethod, SpeculativeConfig
+from leadout.errors import ConfigError
 from leadout.train.settings import DraftSettings
 
 
@@ -42,6 +43,26 @@ class DraftPlan:
     seed: int = 0
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Of engine and matrix products."""
+
+    def __post_init__(self) -> None:
+        whole_vocabulary = self.method in ("mtp", "small_model")
+        checks = (
+            (
+                self.method != "small_model" or self.init is not None,
+                "--method small_model needs --start, the model to train (leadout draft init makes one)",
+            ),
+            (
+                self.format == "hf" or self.method in ("eagle3", "parallel"),
+                f"--format {self.format} is for --method eagle3 and parallel, got {self.method}; leave one out",
+            ),
+            (
+                not whole_vocabulary or self.draft.vocab_size is None,
+                f"--vocab-size: --method {self.method} drafts from its whole vocabulary; leave one of them out",
+            ),
+        )
+        for holds, message in checks:
+            if not holds:
+                raise ConfigError(message)
 
     @property
     def num_batches(self) -> int:

@@ -183,7 +183,8 @@ class _Session:
         if not all(by_set.values()):
             raise ConfigError("held-out rollouts have fewer than two tokens each; raise the completion length")
         row |= {f"{metric}/{name}": value for name, figures in by_set.items() for metric, value in figures.items()}
-        row |= {m: float(np.mean([f[m] for f in by_set.values()])) for m in next(iter(by_set.values()))}
+        shared = set.intersection(*(set(figures) for figures in by_set.values()))
+        row |= {m: float(np.mean([f[m] for f in by_set.values()])) for m in sorted(shared)}
         for cost in self._parts.costs:
             row[f"speedup/batch_{cost.rows}"] = row[LENGTH] / cost.round_cost
         self._report(row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import ValidationError
@@ -11,6 +11,9 @@ from pydantic import ValidationError
 from leadout.cli.options import finite
 from leadout.config import Dataset, Draft
 from leadout.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from leadout.build.draft_plan import DraftPlan
 
 draft = typer.Typer(name="draft", help="Drafters: cut one from the policy, train one offline, check one.")
 
@@ -128,15 +131,7 @@ def train(
     Example: leadout draft train --model smollm2-135m --data arithmetic --out drafts/mine --vocab-size 8192
     """
     from leadout.build.draft_plan import DraftPlan
-    from leadout.build.draft_training import LENGTH, train_draft
-    from leadout.build.run import make_console
-    from leadout.recipe.problems import first_problem
 
-    _check_training(method, form, start, vocab_size)
-    try:
-        section = Draft(vocab_size=vocab_size, loss_fn=loss_fn, ttt_steps=ttt_steps, learning_rate=learning_rate)
-    except ValidationError as error:
-        raise ConfigError(first_problem(error)) from error
     plan = DraftPlan(
         model=model,
         data=dict(_dataset(text) for text in data),
@@ -148,28 +143,34 @@ def train(
         temperature=temperature,
         num_drafts=drafts,
         method=method,
-        draft=section,
+        draft=_section(vocab_size=vocab_size, loss_fn=loss_fn, ttt_steps=ttt_steps, learning_rate=learning_rate),
         init=start,
         format=form,
         seed=seed,
     )
+    _carry_out(plan, out)
+
+
+def _section(**options: Any) -> Draft:
+    from leadout.recipe.problems import first_problem
+
+    try:
+        return Draft(**options)
+    except ValidationError as error:
+        raise ConfigError(first_problem(error)) from error
+
+
+def _carry_out(plan: DraftPlan, out: Path) -> None:
+    from leadout.build.draft_training import LENGTH, train_draft
+    from leadout.build.run import make_console
+
     best = train_draft(plan, out, make_console())
     typer.echo(f"best: acceptance length {best[LENGTH]:.3f} after {best['rollouts']:.0f} rollouts, in {out}")
     typer.echo(
-        f"\nNext: leadout train RECIPE rollout.speculative_config.method={method} "
+        f"\nNext: leadout train RECIPE rollout.speculative_config.method={plan.method} "
         f"rollout.speculative_config.model={out}",
         err=True,
     )
-
-
-def _check_training(method: str, form: str, start: Path | None, vocab_size: int | None) -> None:
-    """Before the work, not after it."""
-    if method == "small_model" and start is None:
-        raise ConfigError("--method small_model needs --start, the model to train (leadout draft init makes one)")
-    if form == "speculators" and method not in ("eagle3", "parallel"):
-        raise ConfigError(f"--format speculators is for --method eagle3 and parallel, got {method}; leave one out")
-    if vocab_size is not None and method in ("mtp", "small_model"):
-        raise ConfigError(f"--vocab-size: --method {method} drafts from its whole vocabulary; leave one of them out")
 
 
 def _dataset(text: str) -> tuple[str, Dataset]:

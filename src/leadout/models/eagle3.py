@@ -20,7 +20,6 @@ from leadout.errors import ModelError
 from leadout.models.draft_head import Attention, DraftHead, Entry, GatedMLP, RMSNorm, linear
 from leadout.models.eagle3_spec import Eagle3Spec as Eagle3Spec
 
-
 _SOME_ROWS = 8
 
 

@@ -52,6 +52,8 @@ class DraftTrainer:
         self.version = 0
         self.updates = 0
         self._steps = 0
+        self._learnt_at = 0
+        self._age = 0
         self._rng = np.random.default_rng(seed)
         self._replay: deque[Rollout] = deque(maxlen=settings.replay_rollouts or 1)
         self._parameters = [parameter for parameter in student.module.parameters() if parameter.requires_grad]
@@ -81,6 +83,7 @@ class DraftTrainer:
             else None
         )
         learns = self._steps % settings.every == 0
+        self._age = self._steps - self._learnt_at
         self._steps += 1
         count = int(np.ceil(settings.token_fraction * num_rollouts)) if learns else 0
         self._chosen = set(self._rng.permutation(num_rollouts)[:count].tolist())
@@ -106,14 +109,22 @@ class DraftTrainer:
         self._learn(batch, output, forward, rows)
 
     def finish_step(self, forward: PolicyForward) -> dict[str, float]:
-        """Train on replayed rollouts, if asked for, and report `draft/*` metrics."""
+        """Train on replayed rollouts, if asked for, and report `draft/*` metrics.
+
+        `draft/age`: policy versions since the drafter that served this step last learnt.
+        """
         fresh = len(self._chosen)
         if self.settings.replay_rollouts and self._replay and fresh:
             self._learn_again(forward, fresh)
         sums = self._sums
         if sums.losses:
             self.version += 1
-        metrics = {"draft/version": float(self.version), "draft/updates": float(len(sums.losses))}
+            self._learnt_at = self._steps
+        metrics = {
+            "draft/version": float(self.version),
+            "draft/updates": float(len(sums.losses)),
+            "draft/age": float(self._age),
+        }
         if sums.skipped:
             metrics["draft/skipped_updates"] = float(sums.skipped)
         if sums.losses:
@@ -158,6 +169,7 @@ class DraftTrainer:
             "version": self.version,
             "updates": self.updates,
             "steps": self._steps,
+            "learnt_at": self._learnt_at,
             "rng": self._rng.bit_generator.state,
         }
 
@@ -165,6 +177,7 @@ class DraftTrainer:
         """Restore it."""
         self._optimizer.load_state_dict(state["optimizer"])
         self.version, self.updates, self._steps = state["version"], state["updates"], state["steps"]
+        self._learnt_at = state["learnt_at"]
         self._rng.bit_generator.state = state["rng"]
 
     @property

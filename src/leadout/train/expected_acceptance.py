@@ -4,7 +4,8 @@ Nothing is generated: along rollouts drawn from the policy, the chance that a dr
 form (`leadout.train.draft_loss.expected_rounds`). Used on each step's rollouts during a run, and on held-out ones when
 a drafter is trained offline.
 
-Axes: R response tokens of a pack, V draft vocabulary, N positions, B rollouts, L query columns, K drafts of a round.
+Axes: R response tokens of a pack, V draft vocabulary, N positions, B rollouts, L query columns, K drafts of a round, E
+classes of entropy.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from leadout.batch import PolicyForward, PolicyOutput, TrainBatch
 from leadout.train.chains import Chains, build_chains
 from leadout.train.draft_loss import acceptance_of_token, expected_rounds, teacher_probabilities
 from leadout.train.students import DraftStudent
+
+ENTROPIES = (0.0, 0.3, 1.0, 2.0, 3.5)
+"""Lower bounds, in nats, of the classes of policy entropy."""
 
 
 class AcceptanceMeter:
@@ -42,6 +46,8 @@ class AcceptanceMeter:
         self._rounds = 0.0
         self._shared_K = torch.zeros(depth)
         self._positions_K = torch.zeros(depth)
+        self._coverage = 0.0
+        self._by_entropy_E = torch.zeros(len(ENTROPIES), 2, dtype=torch.float64)
 
     @torch.no_grad()
     def add(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward) -> None:
@@ -63,13 +69,29 @@ class AcceptanceMeter:
         self._rounds += float(expected_rounds(accept_BLK, lengths_B).sum())
 
     def metrics(self) -> dict[str, float]:
-        """Expected acceptance length, and sum min(p, q) by position of the round; empty when nothing was measured."""
+        """Expected acceptance length, and sum min(p, q) by position of the round; empty when nothing was measured.
+
+        Also, of first positions: sum min(p, q) where the policy's entropy is at least E nats and below the next bound
+        (`_entropy_E`), and the policy's probability of all tokens that can be drafted (`draft/vocabulary_coverage`).
+        """
         if not self._rounds:
             return {}
         row = {"draft/expected_acceptance_length": self._tokens / self._rounds}
         for depth, rate in enumerate((self._shared_K / self._positions_K.clamp(min=1)).tolist(), 1):
             row[f"draft/expected_acceptance_rate_pos_{depth}"] = rate
+        row["draft/vocabulary_coverage"] = self._coverage / float(self._positions_K[0])
+        for bound, (shared, count) in zip(ENTROPIES, self._by_entropy_E.tolist(), strict=True):
+            if count:
+                row[f"draft/expected_acceptance_rate_entropy_{bound:g}"] = shared / count
         return row
+
+    def _add_first(self, shared_N: Tensor, teacher_NV: Tensor, entropy_N: Tensor) -> None:
+        """First positions of rounds: coverage, and acceptance by the policy's entropy."""
+        self._coverage += float(teacher_NV.sum())
+        bounds_E = torch.tensor(ENTROPIES[1:], dtype=entropy_N.dtype, device=entropy_N.device)
+        class_N = torch.bucketize(entropy_N, bounds_E, right=True).cpu()
+        added_N2 = torch.stack([shared_N, torch.ones_like(shared_N)], -1).double().cpu()
+        self._by_entropy_E.index_add_(0, class_N, added_N2)
 
     def _acceptances(
         self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward, chains: Chains
@@ -96,7 +118,11 @@ class AcceptanceMeter:
             accept_BL[valid_BL.cpu()] = acceptance_of_token(log_p_N, log_q_N).double().cpu()
             # Column j of this step predicts token j + 1 for the round that starts at token j + 2 - step.
             accept_BLK[:, 1 : columns + 2 - step, step - 1] = accept_BL[:, step - 1 :].numpy()
-            self._shared_K[step - 1] += float(torch.minimum(teacher_BLV[valid_BL], log_q_NV.exp()).sum())
+            teacher_NV = teacher_BLV[valid_BL]
+            shared_N = torch.minimum(teacher_NV, log_q_NV.exp()).sum(-1)
+            self._shared_K[step - 1] += float(shared_N.sum())
+            if step == 1:
+                self._add_first(shared_N, teacher_NV, output.entropy_R.detach()[chains.target_BL[valid_BL]])
             self._positions_K[step - 1] += draft_N.numel()
         return accept_BLK
 
