@@ -82,6 +82,23 @@ class PolicyOutput:
     """Residual streams entering the tapped layers, concatenated, detached; None if not asked for."""
 
 
+class StudentForward(Protocol):
+    """A causal language model that learns from the policy, run over the policy's packs."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The learning model."""
+        ...
+
+    def response_states(self, batch: TrainBatch) -> Tensor:
+        """The model's last hidden state that each response token is drawn from, [R, H]; with gradients."""
+        ...
+
+    def head_rows(self, token_ids_V: Tensor | None) -> Tensor:
+        """Rows of its output matrix, detached; all of them for None."""
+        ...
+
+
 class PolicyForward(Protocol):
     """Stage logprob as stage train sees it."""
 

@@ -104,13 +104,31 @@ class LeadoutSpeculation(Section):
     """Rollouts it keeps of one prompt."""
 
 
+HeadMethod = Literal["eagle3", "parallel", "mtp"]
+"""Draft heads on the policy's states."""
+
+Method = Literal[
+    "eagle3",
+    "parallel",
+    "mtp",
+    "ngram",
+    "history",
+    "small_model",
+    "history+eagle3",
+    "history+parallel",
+    "history+mtp",
+    "history+small_model",
+]
+
+
 class SpeculativeConfig(Section):
     """How rollouts are drafted; keys as in vLLM."""
 
-    method: Literal["eagle3", "ngram", "history", "small_model", "history+eagle3", "history+small_model"] = "eagle3"
+    method: Method = "eagle3"
     """`history+…` looks earlier rollouts up first and asks the model where nothing matches, or where it pays."""
     model: str | None = None
-    """Draft head folder, or folder, alias or hub id of a small model; null starts an untrained head (eagle3 only)."""
+    """Draft head folder, or folder, alias or hub id of a small model. null starts an untrained head, or takes the one
+    that came with the policy (mtp)."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=16)] | Literal["auto"] = "auto"
     """k: fixed, 0 = off, or chosen every round."""
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
@@ -145,10 +163,15 @@ class SpeculativeConfig(Section):
         return self
 
     @property
-    def draft_model(self) -> Literal["eagle3", "small_model"] | None:
-        """The model that drafts, if one does."""
+    def draft_head(self) -> HeadMethod | None:
+        """The kind of draft head, if one drafts."""
         name = self.method.removeprefix("history+")
-        return "eagle3" if name == "eagle3" else "small_model" if name == "small_model" else None
+        return next((kind for kind in get_args(HeadMethod) if kind == name), None)
+
+    @property
+    def draft_model(self) -> HeadMethod | Literal["small_model"] | None:
+        """The model that drafts, if one does."""
+        return "small_model" if self.method.endswith("small_model") else self.draft_head
 
     @property
     def looks_back(self) -> bool:
@@ -196,7 +219,7 @@ class Draft(Section):
     """How the drafter learns; what it is stands in `rollout.speculative_config`."""
 
     enabled: bool | Literal["auto"] = "auto"
-    """`auto`: on if the method can be trained."""
+    """`auto`: on for draft heads; a small model learns (is distilled) with `true` only."""
     loss_fn: str = "ce"
     """`ce`, `kl`, `tv`, `lk`, or a weighted sum such as `ce+tv` or `0.3*ce+0.7*tv`."""
     ttt_steps: Annotated[int, Field(ge=1, le=8)] = 3
@@ -372,12 +395,20 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         speculation = self.rollout.speculative_config
-        trainable = speculation is not None and speculation.draft_model == "eagle3"
+        trainable = speculation is not None and speculation.draft_model is not None
         if self.draft.enabled is True and not trainable:
             method = "none" if speculation is None else speculation.method
             raise ValueError(
-                f"draft.enabled: true needs a method that can be trained (eagle3, history+eagle3), got {method}"
+                "draft.enabled: true needs a method that can be trained (eagle3, parallel, mtp, small_model, alone or "
+                f"with history+), got {method}"
             )
+        if speculation is not None and speculation.draft_head == "mtp":
+            for name in ("vocab_size", "layer_ids"):
+                if getattr(self.draft, name) is not None:
+                    raise ValueError(
+                        f"draft.{name} is not for method {speculation.method}, which drafts from the policy's last "
+                        f"state and its whole vocabulary; got {getattr(self.draft, name)}, remove it"
+                    )
         if self.eval.every and self.data.eval is None:
             raise ValueError(f"eval.every: {self.eval.every} needs data.eval, the rows to evaluate on; got none")
         if self.rollout.temperature == 0.0:
@@ -393,4 +424,6 @@ class RunConfig(Section):
     def trains_drafter(self) -> bool:
         """Whether the drafter learns during the run."""
         speculation = self.rollout.speculative_config
-        return self.draft.enabled is not False and speculation is not None and speculation.draft_model == "eagle3"
+        if speculation is None or speculation.draft_model is None:
+            return False
+        return self.draft.enabled is True or (self.draft.enabled == "auto" and speculation.draft_head is not None)

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from leadout.build import draft_training
+from leadout.build.draft_info import draft_info
 from leadout.build.draft_plan import DraftPlan
 from leadout.build.draft_training import LENGTH, train_draft
 from leadout.build.kept_rollouts import read_rollouts
 from leadout.config import Dataset, Draft
 from leadout.errors import CheckpointError, ConfigError
+from leadout.models.cut_layers import write_cut_model
 from leadout.models.eagle3_io import read_eagle3
 from leadout.models.loading import load_policy
 from tests.build.tiny_runs import model_folder, write_questions
@@ -69,6 +72,50 @@ def test_held_out_acceptance_rises_and_the_best_head_is_kept(trained):
     assert head.fc.weight.dtype is torch.bfloat16
     card = (out / "README.md").read_text()
     assert f"{best[LENGTH]:.3f}" in card and "sums" in card
+
+
+@pytest.mark.parametrize("method", ["parallel", "mtp", "small_model"])
+def test_other_drafters_learn_resume_and_fit_their_policy(plan, tmp_path, method, monkeypatch):
+    changes = {"method": method, "num_rollouts": 40 if method == "parallel" else 24, "passes": 2}
+    if method != "parallel":
+        changes["draft"] = Draft(learning_rate=5e-3, warmup_steps=2)
+    if method == "small_model":
+        write_cut_model(Path(plan.model), [0, 3], tmp_path / "start")
+        changes["init"] = tmp_path / "start"
+    plan = replace(plan, **changes)
+    made, calls = draft_training._Session._learn, []
+
+    def stops_after_four(self, groups):
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        calls.append(1)
+        made(self, groups)
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    best, _ = train(plan, whole)
+    lengths = [row[LENGTH] for row in rows_of(whole)]
+    assert best[LENGTH] == max(lengths) > lengths[0]
+    info = draft_info(str(whole), plan.model)
+    assert info["policy"].startswith(("fits", "same tokenizer"))
+    assert method in info["kind"].replace(" ", "_")
+    assert json.loads((whole / "plan.json").read_text())["method"] == method
+
+    monkeypatch.setattr(draft_training._Session, "_learn", stops_after_four)
+    with pytest.raises(KeyboardInterrupt):
+        train(plan, broken)
+    monkeypatch.undo()
+    train(plan, broken)
+    one, other = (load_file(folder / "last" / "model.safetensors") for folder in (whole, broken))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_a_head_is_written_in_the_speculators_form(plan, tmp_path):
+    plan = replace(plan, num_rollouts=8, passes=1, method="parallel", format="speculators")
+    train(plan, tmp_path / "head")
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["speculators_model_type"] == "peagle"
+    assert draft_info(str(tmp_path / "head"), plan.model)["embeddings"] == "its own"
 
 
 def test_rollouts_are_the_policys_own_and_held_out_prompts_are_never_learnt_from(trained, plan):

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from leadout.build.draft_info import draft_info
+from leadout.build.drafter import load_head, new_head
 from leadout.build.generator import make_decoder, make_generator
-from leadout.config import Dataset, RolloutSection, SpeculativeConfig
+from leadout.config import Dataset, Draft, RolloutSection, SpeculativeConfig
 from leadout.errors import LeadoutError, ModelError
 from leadout.models.cut_layers import write_cut_model
-from leadout.models.eagle3 import Eagle3Spec, initial_head
-from leadout.models.eagle3_io import write_eagle3
+from leadout.models.head_io import write_head
 from leadout.models.loading import iter_weights, read_config
 from leadout.models.spec import DecoderSpec
 from leadout.pipeline.generate import generate
@@ -22,7 +22,8 @@ from leadout.text import TextCodec
 from tests.build.tiny_runs import model_folder, write_questions
 from tests.codecs import byte_codec
 
-METHODS = ["eagle3", "ngram", "history", "small_model", "history+eagle3", "history+small_model"]
+HEADS = ["eagle3", "parallel", "mtp"]
+METHODS = [*HEADS, "ngram", "history", "small_model", *(f"history+{name}" for name in (*HEADS, "small_model"))]
 
 
 @pytest.fixture(scope="module")
@@ -31,23 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model_folder(path / "policy")
     write_cut_model(path / "policy", [0, 3], path / "small")
     spec = DecoderSpec.from_config(read_config(path / "policy"))
-    shape = Eagle3Spec(
-        hidden_size=32,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        rms_norm_eps=spec.rms_norm_eps,
-        rope=spec.rope,
-        max_position_embeddings=128,
-        vocab_size=spec.vocab_size,
-        draft_vocab_size=100,
-        layer_ids=(1, 2, 3),
-        target_hidden_size=32,
-    )
-    ids = torch.arange(0, 200, 2)
     weights = dict(iter_weights(path / "policy"))
-    write_eagle3(initial_head(shape, weights, torch.Generator().manual_seed(0), token_ids_V=ids), path / "head")
+    decoder = make_decoder(spec, weights, dtype="float64", max_len=64, device=torch.device("cpu"))
+    prompts = [Prompt(id="p", token_ids=np.array([65, 66], np.int32), text="")]
+    for method in HEADS:
+        draft = Draft(layer_ids=(1, 2, 3), vocab_size=100) if method != "mtp" else Draft()
+        head = new_head(draft, decoder, weights, prompts, seed=0, temperature=1.0, keep=(), method=method)
+        write_head(head, path / method)
     return path
 
 
@@ -60,10 +51,9 @@ def engine(folder: Path, **speculation: object):
         dtype="float64", speculative_config=SpeculativeConfig(**speculation) if speculation else None
     )
     head = None
-    if section.speculative_config is not None and section.speculative_config.draft_model == "eagle3":
-        from leadout.build.drafter import load_head
-
-        head = load_head(folder / "head", weights)
+    if section.speculative_config is not None and section.speculative_config.draft_head is not None:
+        kind = section.speculative_config.draft_head
+        head = load_head(folder / kind, weights, kind)
     return make_generator(decoder, TextCodec.from_pretrained(path), section, num_rows=8, head=head)
 
 
@@ -121,11 +111,29 @@ def test_a_small_model_must_be_named():
 
 
 def test_the_info_of_a_head_tells_layers_vocabulary_and_rope(folder):
-    info = draft_info(str(folder / "head"), str(folder / "policy"))
+    info = draft_info(str(folder / "eagle3"), str(folder / "policy"))
     assert info["layers"] == "states entering 1, 2, 3"
-    assert info["vocabulary"] == "100 of 257 tokens, ids 0..198"
+    assert info["vocabulary"].startswith("100 of 257 tokens, ids ")
+    assert (info["kind"], info["drafts"]) == ("EAGLE-3 head (method eagle3)", "one after another")
     assert info["rope"].startswith("default theta=10000.0")
     assert info["policy"].startswith("fits")
+
+
+def test_the_info_of_a_parallel_head_says_that_it_drafts_in_one_pass(folder):
+    info = draft_info(str(folder / "parallel"), str(folder / "policy"))
+    assert (info["kind"], info["drafts"]) == ("parallel EAGLE-3 head (method parallel)", "all in one pass")
+
+
+def test_the_info_of_a_multi_token_head_tells_its_layer_and_vocabulary(folder):
+    info = draft_info(str(folder / "mtp"), str(folder / "policy"))
+    assert (info["kind"], info["layers"]) == ("multi-token head (method mtp)", "states entering 4")
+    assert info["vocabulary"] == "all 257 tokens"
+
+
+def test_a_head_of_another_kind_than_the_method_is_refused(folder):
+    weights = dict(iter_weights(folder / "policy"))
+    with pytest.raises(ModelError, match=r"expected a head for method eagle3, got .* with one for parallel"):
+        load_head(folder / "parallel", weights, "eagle3")
 
 
 def test_the_info_of_a_small_model_tells_its_size(folder):
@@ -136,18 +144,18 @@ def test_the_info_of_a_small_model_tells_its_size(folder):
 
 def test_the_info_of_a_head_for_a_deeper_policy_names_its_layers(folder, tmp_path):
     model_folder(tmp_path / "shallow", layers=2)
-    with pytest.raises(ModelError, match=r"expected tapped layers in 0\.\.2, got \[1, 2, 3\]"):
-        draft_info(str(folder / "head"), str(tmp_path / "shallow"))
+    with pytest.raises(ModelError, match=r"to lie in 0\.\.2 \(the state entering each layer\), got \[1, 2, 3\]"):
+        draft_info(str(folder / "eagle3"), str(tmp_path / "shallow"))
 
 
 def test_the_info_of_a_missing_tensor_names_it(folder, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(folder / "head" / "model.safetensors")
+    tensors = load_file(folder / "eagle3" / "model.safetensors")
     tensors.pop("d2t")
     tensors.pop("t2d")
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((folder / "head" / "config.json").read_text())
+    (tmp_path / "config.json").write_text((folder / "eagle3" / "config.json").read_text())
     with pytest.raises(ModelError, match="missing d2t, t2d"):
         draft_info(str(tmp_path))
 
@@ -157,12 +165,13 @@ def test_the_info_of_no_folder_says_so():
         draft_info("./nowhere")
 
 
-def test_an_untrained_head_is_measured_and_named_as_accepted_next_to_never(folder, tmp_path):
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_an_untrained_head_is_measured_and_named_as_accepted_next_to_never(folder, tmp_path, method):
     from leadout.build.draft_measure import measure_head
 
     dataset = Dataset(path=write_questions(tmp_path / "sums.jsonl"), prompt_key="question")
     options = {"num_rollouts": 4, "max_completion_length": 12, "temperature": 0.2}
-    figures = measure_head(str(folder / "head"), str(folder / "policy"), "sums", dataset, **options)
+    figures = measure_head(str(folder / method), str(folder / "policy"), "sums", dataset, **options)
     assert "trained on other layers" in figures["warning"]
     assert figures["acceptance"].startswith("length 1.0")
     assert figures["speedup"].endswith("at batch 8")

@@ -8,10 +8,16 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from leadout.build.drafter import new_head
+from leadout.build.generator import make_decoder
+from leadout.config import Draft
 from leadout.errors import CheckpointError, LeadoutError, TrainingError
 from leadout.metrics import read_rows
+from leadout.models.cut_layers import write_cut_model
+from leadout.models.loading import iter_weights, read_config
+from leadout.models.spec import DecoderSpec
 from leadout.recipe import load_recipe
 from tests.build.tiny_runs import STEPS, model_folder, recipe, start, train, unmeasured
 
@@ -94,6 +100,81 @@ def test_the_policy_is_the_same_to_the_bit_whether_the_drafter_learns_or_not(tmp
     start_weights = load_file(model / "model.safetensors")
     assert not torch.equal(policies[0]["model.norm.weight"], start_weights["model.norm.weight"])
     assert rollouts == (tmp_path / "runs" / "true" / "rollouts.jsonl").read_text()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, model):
+    folder = tmp_path_factory.mktemp("small") / "two-layers"
+    write_cut_model(model, [0, 3], folder)
+    return str(folder)
+
+
+def learning(method, small):
+    """Changes of the recipe for a drafter that learns by this method."""
+    speculation = {"method": method, "num_speculative_tokens": 2}
+    if method.endswith("small_model"):
+        speculation["model"] = small
+    changes = {"rollout__speculative_config": speculation, "draft__enabled": True}
+    return changes | ({"draft__vocab_size": None} if method.endswith(("mtp", "small_model")) else {})
+
+
+@pytest.mark.parametrize("method", ["parallel", "mtp", "small_model", "history+small_model"])
+def test_every_drafter_that_learns_is_refitted_each_step(tmp_path, model, small, method):
+    folder, _ = train(recipe(tmp_path, model, name="on", **learning(method, small)))
+    rows = read_rows(folder / "metrics.jsonl")
+    assert [row["draft/version"] for row in rows] == list(range(STEPS))
+    assert len({row["draft/checksum"] for row in rows}) == STEPS
+    assert all(row["spec/num_draft_tokens"] > 0 and row["draft/loss"] > 0 for row in rows)
+    assert rows[-1]["draft/loss"] < rows[0]["draft/loss"]
+
+
+@pytest.mark.parametrize("method", ["parallel", "mtp", "small_model"])
+def test_the_policys_update_does_not_depend_on_any_drafters_learning(tmp_path, model, small, method):
+    policies = []
+    for enabled in (True, False):
+        changes = {**learning(method, small), "draft__enabled": enabled, "pipeline__max_steps": 1}
+        folder, _ = train(recipe(tmp_path, model, name=str(enabled), **changes))
+        policies.append(policy_after(folder))
+    assert all(torch.equal(policies[0][name], policies[1][name]) for name in policies[0])
+
+
+@pytest.mark.parametrize("method", ["parallel", "mtp", "small_model"])
+def test_a_run_with_any_learning_drafter_resumes_as_if_left_alone(tmp_path, model, small, method):
+    changes = learning(method, small)
+    whole, _ = train(recipe(tmp_path, model, name="whole", **changes))
+    broken, _ = train(recipe(tmp_path, model, name="broken", **changes))
+    shutil.rmtree(broken / "checkpoints" / "step_000004")
+    (broken / "closing.json").unlink()
+    train(broken / "config.yaml", resume=broken)
+    assert unmeasured(broken) == unmeasured(whole)
+    drafts = [folder / "checkpoints" / "step_000004" / "learner" / "draft" for folder in (whole, broken)]
+    one, other = (load_file(folder / "model.safetensors") for folder in drafts)
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_a_small_model_learns_only_when_asked(tmp_path, model, small):
+    changes = {**learning("small_model", small), "draft__enabled": "auto", "pipeline__max_steps": 1}
+    folder, _ = train(recipe(tmp_path, model, **changes))
+    (row,) = read_rows(folder / "metrics.jsonl")
+    assert row["spec/num_draft_tokens"] > 0
+    assert not [key for key in row if key.startswith("draft/")]
+
+
+def test_the_policys_own_multi_token_head_drafts_where_it_has_one(tmp_path):
+    policy = tmp_path / "policy"
+    model_folder(policy)
+    spec = DecoderSpec.from_config(read_config(policy))
+    decoder = make_decoder(spec, dict(iter_weights(policy)), dtype="float64", max_len=64, device=torch.device("cpu"))
+    head = new_head(Draft(), decoder, dict(iter_weights(policy)), (), seed=7, temperature=1.0, keep=(), method="mtp")
+    tensors = load_file(policy / "model.safetensors")
+    tensors |= {f"model.mtp_layers.0.{name}": tensor for name, tensor in head.state_dict().items()}
+    save_file(tensors, policy / "model.safetensors", {"format": "pt"})
+    config = read_config(policy) | {"num_nextn_predict_layers": 1}
+    (policy / "config.json").write_text(json.dumps(config))
+    changes = {**learning("mtp", ""), "pipeline__max_steps": 1}
+    folder, _ = train(recipe(tmp_path, policy, **changes))
+    started = load_file(folder / "draft_start" / "model.safetensors")
+    assert all(torch.equal(started[f"model.mtp_layers.0.{n}"], t) for n, t in head.state_dict().items())
 
 
 @pytest.mark.parametrize("method", ["ngram", None])

@@ -90,3 +90,35 @@ def test_a_missing_data_file_names_the_option(leadout_run, policy, tmp_path):
     )
     assert (code, err) == (2, "error: gone.jsonl: no such data file; check --data (relative to where you run)\n")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--method", "small_model"), "--method small_model needs --start"),
+        (("--method", "mtp", "--format", "speculators"), "--format speculators is for --method eagle3 and parallel"),
+        (("--method", "mtp", "--vocab-size", "64"), "--method mtp drafts from its whole vocabulary"),
+    ],
+)
+def test_options_that_do_not_go_together_are_one_line(leadout_run, policy, tmp_path, options, words):
+    arguments = ["--model", policy, "--data", "arithmetic", "--out", str(tmp_path / "x"), *options]
+    code, _, err = leadout_run("draft", "train", *arguments)
+    assert (code, err.count("\n")) == (2, 1)
+    assert words in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_parallel_head_is_trained_and_audited_from_the_command_line(leadout_run, policy, tmp_path):
+    questions, out = write_questions(tmp_path / "sums.jsonl"), str(tmp_path / "head")
+    options = ["--rollouts", "64", "--passes", "1", "--max-completion-length", "8", "--held-out", "2"]
+    options += ["--method", "parallel", "--format", "speculators"]
+    data = f"{questions}@question"
+    code, told, err = leadout_run("draft", "train", "--model", policy, "--data", data, "--out", out, *options)
+    assert code == 0
+    assert f"speculative_config.method=parallel rollout.speculative_config.model={out}" in err
+    code, told, _ = leadout_run("draft", "info", out, "--model", policy)
+    assert (code, "all in one pass" in told) == (0, True)
+    audit = ["--model", policy, "--draft", out, "--tokens", "300", "--dtype", "float32"]
+    code, told, _ = leadout_run("audit", *audit)
+    assert code in (0, 3)
+    assert "drafter parallel" in told

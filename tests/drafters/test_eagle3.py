@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
 
-from leadout.drafters.eagle3 import Eagle3Drafter
+from leadout.drafters.head_drafter import HeadDrafter
 from leadout.errors import RefitError
-from leadout.models.eagle3 import Eagle3Head
+from leadout.models.draft_head import DraftHead, Entry
 from leadout.models.rope import RopeSpec
 from leadout.models.sampling import Law
 from leadout.records import Prompt, Request, RolloutId, SamplingParams
-from tests.models.eagle3_fakes import DRAFT_IDS, SPEC, policy_tensors, tiny_head
-from tests.models.test_eagle3 import causal_forward
+from tests.models.eagle3_fakes import DRAFT_IDS, SPEC, policy_tensors, tiny_head, tiny_mtp_head
+from tests.models.test_eagle3 import attended_over
 
 EMBEDDING = policy_tensors()["model.embed_tokens.weight"].double()
-WIDTH = 3 * SPEC.target_hidden_size
+OUTPUT = torch.randn(EMBEDDING.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 YARN = RopeSpec(rope_type="yarn", theta=10000.0, dim=4, factor=4.0, original_max_position=16, attention_factor=1.2)
 
 
-def drafter_of(head: Eagle3Head, num_slots: int = 4, max_len: int = 64, **options) -> Eagle3Drafter:
-    copy = Eagle3Head(head.spec)
-    copy.load_state_dict(head.state_dict())
-    return Eagle3Drafter(
-        copy,
+def drafter_of(head: DraftHead, num_slots: int = 4, max_len: int = 64, **options) -> HeadDrafter:
+    return HeadDrafter(
+        copy.deepcopy(head),
         policy_embedding=lambda: EMBEDDING,
+        policy_logits=lambda hidden: hidden @ OUTPUT.T,
         num_slots=num_slots,
         max_len=max_len,
         dtype=torch.float64,
@@ -52,13 +53,14 @@ class Policy:
 
     tokens: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
+    width: int = 3 * SPEC.target_hidden_size
 
     def taps(self, count: int) -> torch.Tensor:
         """[count, F]: the states of the first `count` tokens."""
         rows = []
         for end in range(1, count + 1):
             key = sum((i + 1) * (t + 7) ** 2 for i, t in enumerate(self.tokens[:end]))
-            rows.append(torch.randn(WIDTH, generator=torch.Generator().manual_seed(key), dtype=torch.float64))
+            rows.append(torch.randn(self.width, generator=torch.Generator().manual_seed(key), dtype=torch.float64))
         return torch.stack(rows)
 
     def request(self, draw: int = 0) -> Request:
@@ -66,39 +68,21 @@ class Policy:
         return Request(rollout_id=RolloutId(draw, 0), prompt=prompt, params=self.params)
 
 
-def slow_laws(head: Eagle3Head, row: Policy, drafts: list[int], temperature: float = 1.0) -> list[torch.Tensor]:
+def slow_laws(head: DraftHead, row: Policy, drafts: list[int], temperature: float = 1.0) -> list[torch.Tensor]:
     """Law of each draft given the ones before: true entries of every token but the first, then the head's own."""
     tokens = torch.tensor(row.tokens)
     laws: list[torch.Tensor] = []
-    count = len(row.tokens) - 1
-    features = head.fuse(row.taps(count))
-    embeddings = EMBEDDING[tokens[1:]]
+    entry = head.entry(head.fuse(row.taps(len(row.tokens) - 1)), EMBEDDING[tokens[1:]])
     for draft in [*drafts, -1]:
-        positions = torch.arange(features.shape[0])
-        hidden = attend(head, features, embeddings, positions)
-        laws.append((head.logits(hidden[-1]) / temperature).softmax(-1))
+        hidden = attended_over(head, entry, torch.arange(entry.input_NE.shape[0]))
+        laws.append((head.logits(hidden[-1], OUTPUT) / temperature).softmax(-1))
         if draft >= 0:
-            features = torch.cat([features, hidden[-1:]])
-            embeddings = torch.cat([embeddings, EMBEDDING[draft][None]])
+            next_one = head.deeper(hidden[-1:], EMBEDDING[draft][None])
+            entry = Entry(*(torch.cat(parts) for parts in zip(entry, next_one, strict=True)))
     return laws
 
 
-def attend(head: Eagle3Head, features, embeddings, positions):
-    """`causal_forward` from features on."""
-
-    class Fused:
-        spec = head.spec
-        entry, rotary, queries = head.entry, head.rotary, head.queries
-        keys_values, complete = head.keys_values, head.complete
-
-        @staticmethod
-        def fuse(taps):
-            return taps
-
-    return causal_forward(Fused, features, embeddings, positions)
-
-
-def check(drafter: Eagle3Drafter, head: Eagle3Head, slots, rows, lengths, seed=0, temperature=1.0, atol=1e-9):
+def check(drafter: HeadDrafter, head: DraftHead, slots, rows, lengths, seed=0, temperature=1.0, atol=1e-9):
     """Draft, and hold every q and every drawn token against the slow evaluation; returns the drafts."""
     width = max(lengths)
     numbers = torch.rand(len(slots), width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -118,22 +102,22 @@ def check(drafter: Eagle3Drafter, head: Eagle3Head, slots, rows, lengths, seed=0
     return draft
 
 
-def admit(drafter: Eagle3Drafter, slots, row: Policy) -> None:
+def admit(drafter: HeadDrafter, slots, row: Policy) -> None:
     drafter.admit(slots, [row.request(i) for i in range(len(slots))], row.taps(len(row.tokens)))
 
 
-def first(drafter: Eagle3Drafter, slots, rows, tokens) -> None:
+def first(drafter: HeadDrafter, slots, rows, tokens) -> None:
     """The token drawn from the prefill."""
     drafter.observe(slots, torch.tensor(tokens)[:, None], np.ones(len(slots), np.int64), None)
     for row, token in zip(rows, tokens, strict=True):
         row.tokens.append(token)
 
 
-def commit(drafter: Eagle3Drafter, slots, rows, tokens) -> None:
+def commit(drafter: HeadDrafter, slots, rows, tokens) -> None:
     """Ragged committed tokens with the states of the positions before them; the padding is rubbish."""
     counts = np.array([len(t) for t in tokens])
     padded = torch.full((len(slots), int(counts.max())), 39)
-    taps = torch.full((len(slots), int(counts.max()), WIDTH), 1e3, dtype=torch.float64)
+    taps = torch.full((len(slots), int(counts.max()), rows[0].width), 1e3, dtype=torch.float64)
     for b, (row, new) in enumerate(zip(rows, tokens, strict=True)):
         before = len(row.tokens)
         row.tokens += new
@@ -142,22 +126,34 @@ def commit(drafter: Eagle3Drafter, slots, rows, tokens) -> None:
     drafter.observe(slots, padded, counts, taps)
 
 
+def made(**changes) -> Callable[[], DraftHead]:
+    return lambda: tiny_head(dtype=torch.float64, **changes)
+
+
 HEADS = {
-    "reduced": {},
-    "full vocabulary": {"draft_vocab_size": 40},
-    "normed residual": {"norm_before_residual": True},
-    "one norm before": {"fc_norm": False, "norm_before_fc": True},
-    "scaled rope": {"rope": YARN},
+    "reduced": made(),
+    "full vocabulary": made(draft_vocab_size=40),
+    "normed residual": made(norm_before_residual=True),
+    "one norm before": made(fc_norm=False, norm_before_fc=True),
+    "scaled rope": made(rope=YARN),
+    "parallel": made(mask_token_id=5),
+    "parallel, full vocabulary": made(mask_token_id=39, draft_vocab_size=40, fc_norm=False),
+    "multi-token": lambda: tiny_mtp_head(dtype=torch.float64),
 }
 
 
 @pytest.mark.parametrize("kind", sorted(HEADS))
 @pytest.mark.parametrize("options", [{}, {"greedy": True}, {"temperature": 0.7}], ids=["sampled", "greedy", "cooler"])
 def test_after_many_rounds_with_rejections_drafts_are_those_of_a_head_without_a_cache(kind, options):
-    head = tiny_head(dtype=torch.float64, **HEADS[kind])
+    head = HEADS[kind]()
     drafter = drafter_of(head, **options)
     rng = np.random.default_rng(1)
-    rows = [Policy([3, 9, 1, 1]), Policy([5]), Policy([8, 30], SamplingParams(temperature=0.6))]
+    width = head.spec.fused_size
+    rows = [
+        Policy([3, 9, 1, 1], width=width),
+        Policy([5], width=width),
+        Policy([8, 30], SamplingParams(temperature=0.6), width),
+    ]
     for slot, row in enumerate(rows):
         admit(drafter, [slot], row)
     first(drafter, [0, 1, 2], rows, [7, 0, 39])
@@ -171,10 +167,11 @@ def test_after_many_rounds_with_rejections_drafts_are_those_of_a_head_without_a_
         commit(drafter, [0, 1, 2], rows, tokens)
 
 
-def test_rejected_drafts_leave_no_mark():
-    head = tiny_head(dtype=torch.float64)
+@pytest.mark.parametrize("kind", ["reduced", "parallel", "multi-token"])
+def test_rejected_drafts_leave_no_mark(kind):
+    head = HEADS[kind]()
     seen, fresh = drafter_of(head), drafter_of(head)
-    row, twin = Policy([3, 9, 1]), Policy([3, 9, 1])
+    row, twin = (Policy([3, 9, 1], width=head.spec.fused_size) for _ in range(2))
     admit(seen, [0], row)
     admit(fresh, [0], twin)
     first(seen, [0], [row], [4])
@@ -189,10 +186,11 @@ def test_rejected_drafts_leave_no_mark():
     assert torch.equal(one.tokens_BK, other.tokens_BK)
 
 
-def test_a_backlog_gathered_while_off_gives_the_drafts_of_one_that_was_always_on():
-    head = tiny_head(dtype=torch.float64)
+@pytest.mark.parametrize("kind", ["reduced", "parallel", "multi-token"])
+def test_a_backlog_gathered_while_off_gives_the_drafts_of_one_that_was_always_on(kind):
+    head = HEADS[kind]()
     drafter = drafter_of(head)
-    rows = [Policy([3, 9, 1]), Policy([2, 2])]
+    rows = [Policy(tokens, width=head.spec.fused_size) for tokens in ([3, 9, 1], [2, 2])]
     for slot, row in enumerate(rows):
         admit(drafter, [slot], row)
     first(drafter, [0, 1], rows, [4, 6])
@@ -202,10 +200,11 @@ def test_a_backlog_gathered_while_off_gives_the_drafts_of_one_that_was_always_on
     check(drafter, head, [0, 1], rows, [3, 3])
 
 
-def test_siblings_that_share_a_prompt_draft_as_if_they_had_one_each():
-    head = tiny_head(dtype=torch.float64)
+@pytest.mark.parametrize("kind", ["reduced", "parallel", "multi-token"])
+def test_siblings_that_share_a_prompt_draft_as_if_they_had_one_each(kind):
+    head = HEADS[kind]()
     drafter = drafter_of(head)
-    rows = [Policy([3, 9, 1, 20, 7]) for _ in range(3)]
+    rows = [Policy([3, 9, 1, 20, 7], width=head.spec.fused_size) for _ in range(3)]
     admit(drafter, [2, 0, 3], rows[0])
     first(drafter, [2, 0, 3], rows, [4, 6, 4])
     check(drafter, head, [2, 0, 3], rows, [3, 2, 3])
@@ -250,8 +249,9 @@ def test_drafts_run_past_the_context_of_the_drafts_own_config():
     check(drafter, head, [0], [row], [8])
 
 
-def test_drafts_reach_to_the_last_token_of_the_context():
-    head = tiny_head(dtype=torch.float64)
+@pytest.mark.parametrize("changes", [{}, {"mask_token_id": 5}])
+def test_drafts_reach_to_the_last_token_of_the_context(changes):
+    head = tiny_head(dtype=torch.float64, **changes)
     drafter = drafter_of(head, max_len=16)
     row = Policy([i % 5 for i in range(15)])
     admit(drafter, [0], row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from leadout.models.decoder import FusedDecoder
@@ -11,7 +12,8 @@ from tests.equivalence.tiny_engines import eagle3_drafter, engine, generate, rag
 from tests.train.learner_fakes import tiny_policy
 
 
-def test_every_draft_of_a_memorised_greedy_rollout_is_accepted_at_every_depth():
+@pytest.mark.parametrize("kind", ["eagle3", "parallel", "mtp"])
+def test_every_draft_of_a_memorised_greedy_rollout_is_accepted_at_every_depth(kind):
     model = tiny_policy(tied=False)
     with torch.no_grad():
         model.lm_head.weight *= 5  # The head learns the whole law; a sharp one leaves no doubt which token is best.
@@ -19,7 +21,7 @@ def test_every_draft_of_a_memorised_greedy_rollout_is_accepted_at_every_depth():
     fused.load(dict(model.named_parameters()))
     (request,) = ragged_requests(3, 1, vocab_size=50, temperature=0.0, max_new_tokens=17)[2:]
     (plain,) = generate(engine(fused), [request]).values()
-    head = trained_head(model, [plain], reduced=False, steps=150)
+    head = trained_head(model, [plain], reduced=False, steps=150, kind=kind)
     for k in (1, 2, 3):
         (rollout,) = generate(engine(fused, eagle3_drafter(head, fused, 16), k), [request]).values()
         assert rollout.token_ids.tolist() == plain.token_ids.tolist()

@@ -8,7 +8,7 @@ import torch
 
 from leadout.draft_length.controller import GoodputLength
 from leadout.draft_length.costs import CostProfile, Curve
-from leadout.drafters.eagle3 import Eagle3Drafter
+from leadout.drafters.head_drafter import HeadDrafter
 from leadout.errors import ModelError
 from leadout.interfaces import Drafter
 from leadout.models.decoder import FusedDecoder
@@ -246,7 +246,7 @@ def test_the_pretrained_model_decodes_greedily_alike_up_to_rounding(name, record
             assert gap < 1e-3, f"tokens part at {differs[0]} where the two best logits are {gap} apart"
 
 
-def pretrained_drafter(spec: DecoderSpec, fused: FusedDecoder, weights: dict[str, torch.Tensor]) -> Eagle3Drafter:
+def pretrained_drafter(spec: DecoderSpec, fused: FusedDecoder, weights: dict[str, torch.Tensor]) -> HeadDrafter:
     from leadout.build.drafter import new_head
     from leadout.config import Draft
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,54 +12,67 @@ import torch
 from leadout.draft_length.controller import DraftLength, FixedLength
 from leadout.draft_length.source_choice import SourceChoice
 from leadout.drafters.combined import CombinedDrafter
-from leadout.drafters.eagle3 import Eagle3Drafter
+from leadout.drafters.head_drafter import HeadDrafter
 from leadout.drafters.history import HistoryDrafter
 from leadout.drafters.ngram import NgramDrafter
 from leadout.drafters.small_model import SmallModelDrafter
 from leadout.interfaces import Drafter
 from leadout.models.cut_layers import cut_config, cut_tensors
 from leadout.models.decoder import FusedDecoder
-from leadout.models.eagle3 import Eagle3Head, initial_head
+from leadout.models.draft_head import DraftHead
+from leadout.models.eagle3 import initial_head
 from leadout.models.eagle3_spec import Eagle3Spec
 from leadout.models.kv import KVSlots
+from leadout.models.mtp import MtpSpec, initial_mtp_head
 from leadout.models.spec import DecoderSpec
 from leadout.records import Group, Prompt, Request, Rollout, RolloutId, SamplingParams, Score
 from leadout.rollout.engine import NativeGenerator
 from leadout.rollout.parts import EngineParts
 from leadout.train.cotrain import DraftTrainer
 from leadout.train.settings import DraftSettings
+from leadout.train.students import HeadStudent
 from tests.train.learner_fakes import make_forward
 
 MAX_LEN = 96
 REDUCED = tuple(range(0, 96, 2))
 
 
-def eagle3_head(model: Any, *, reduced: bool = True, seed: int = 0) -> Eagle3Head:
-    """An untrained head for the model; it taps the states that leave each layer."""
+def eagle3_head(model: Any, *, reduced: bool = True, seed: int = 0, kind: str = "eagle3") -> DraftHead:
+    """An untrained head for the model; it taps the states that leave each layer, a multi-token head the last."""
     spec = DecoderSpec.from_config(model.config.to_dict())
+    common: dict[str, Any] = {
+        "hidden_size": spec.hidden_size,
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.intermediate_size,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope": spec.rope,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "vocab_size": spec.vocab_size,
+        "target_hidden_size": spec.hidden_size,
+    }
+    generator, policy = torch.Generator().manual_seed(seed), model.state_dict()
+    if kind == "mtp":
+        mtp = MtpSpec(**common, draft_vocab_size=spec.vocab_size, layer_ids=(spec.num_layers,))
+        return initial_mtp_head(mtp, policy, generator).to(model.dtype)
     shape = Eagle3Spec(
-        hidden_size=spec.hidden_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-        rms_norm_eps=spec.rms_norm_eps,
-        rope=spec.rope,
-        max_position_embeddings=spec.max_position_embeddings,
-        vocab_size=spec.vocab_size,
+        **common,
         draft_vocab_size=len(REDUCED) if reduced else spec.vocab_size,
         layer_ids=tuple(range(1, spec.num_layers + 1)),
-        target_hidden_size=spec.hidden_size,
+        mask_token_id=spec.vocab_size - 1 if kind == "parallel" else None,
     )
     ids = torch.tensor(REDUCED) if reduced else None
-    return initial_head(shape, model.state_dict(), torch.Generator().manual_seed(seed), token_ids_V=ids).to(model.dtype)
+    return initial_head(shape, policy, generator, token_ids_V=ids).to(model.dtype)
 
 
-def trained_head(model: Any, rollouts: Sequence[Rollout], *, reduced: bool = True, steps: int = 25) -> Eagle3Head:
+def trained_head(
+    model: Any, rollouts: Sequence[Rollout], *, reduced: bool = True, steps: int = 25, kind: str = "eagle3"
+) -> DraftHead:
     """A head that has learnt some rollouts nearly by heart, so that its drafts are sometimes accepted."""
-    head = eagle3_head(model, reduced=reduced)
+    head = eagle3_head(model, reduced=reduced, kind=kind)
     settings = DraftSettings(learning_rate=1e-2, warmup_steps=1, micro_rollouts=16, autocast=False)
-    trainer = DraftTrainer(head, settings, temperature=1.0, seed=0)
+    trainer = DraftTrainer(HeadStudent(head), settings, temperature=1.0, seed=0)
     score = Score(reward=0.0, parts={}, text="")
     groups = [Group(prompt=rollout.prompt, rollouts=(rollout,), scores=(score,)) for rollout in rollouts]
     forward = make_forward(model, max_completions=len(groups))
@@ -73,13 +87,12 @@ def trained_head(model: Any, rollouts: Sequence[Rollout], *, reduced: bool = Tru
 
 
 def eagle3_drafter(
-    head: Eagle3Head, fused: FusedDecoder, num_slots: int, *, greedy: bool = False, max_len: int = MAX_LEN
-) -> Eagle3Drafter:
+    head: DraftHead, fused: FusedDecoder, num_slots: int, *, greedy: bool = False, max_len: int = MAX_LEN
+) -> HeadDrafter:
     """The drafter of a head that stays as it is."""
-    copy = Eagle3Head(head.spec)
-    copy.load_state_dict(head.state_dict())
-    return Eagle3Drafter(
-        copy,
+    return HeadDrafter(
+        copy.deepcopy(head),
+        policy_logits=fused.logits,
         policy_embedding=lambda: fused.embedding_VH,
         num_slots=num_slots,
         max_len=max_len,

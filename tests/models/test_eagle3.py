@@ -34,8 +34,12 @@ NAMES = {
 
 
 def causal_forward(head, taps_SF, embeddings_SH, positions_S):
-    """One causal pass of the head over a whole sequence of entries."""
-    entry = head.entry(head.fuse(taps_SF), embeddings_SH)
+    """One causal pass of the head over a whole sequence of true entries."""
+    return attended_over(head, head.entry(head.fuse(taps_SF), embeddings_SH), positions_S)
+
+
+def attended_over(head, entry, positions_S):
+    """The layer over a whole sequence of entries, each seeing those before it."""
     rotary = head.rotary(positions_S)
     query = head.queries(entry.input_NE, rotary)
     key, value = head.keys_values(entry.input_NE, rotary)

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from leadout.errors import CapacityError, ModelError
-from leadout.models.eagle3_io import read_eagle3, read_spec, write_eagle3
+from leadout.models.eagle3_io import read_eagle3, read_spec, write_eagle3, write_speculators
 from leadout.models.rope import RopeSpec
 from tests.models.eagle3_fakes import SPEC, policy_tensors, tiny_head
 
@@ -81,6 +81,70 @@ def test_the_config_is_the_published_one(folder):
 def test_a_full_vocabulary_is_written_without_a_map(tmp_path):
     write_eagle3(tiny_head(draft_vocab_size=40), tmp_path)
     assert {"d2t", "t2d"}.isdisjoint(load_file(tmp_path / "model.safetensors"))
+
+
+def test_a_parallel_head_keeps_what_it_learnt_of_unknown_tokens(tmp_path):
+    head = tiny_head(mask_token_id=5)
+    write_eagle3(head, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["ptd_token_id"] == 5
+    read = read_eagle3(tmp_path)
+    assert (read.method, read.spec) == ("parallel", head.spec)
+    assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in read.state_dict().items())
+    assert {"mask_hidden", "mask_embedding"} <= read.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["mask_hidden", "mask_embedding"])
+def test_a_parallel_head_without_its_mask_is_an_error(tmp_path, name):
+    write_eagle3(tiny_head(mask_token_id=5), tmp_path)
+    rewrite(tmp_path, change_tensors=lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelError, match=f"missing {name}"):
+        read_eagle3(tmp_path)
+
+
+def test_a_mask_state_of_one_dimension_more_is_read(tmp_path):
+    head = tiny_head(mask_token_id=5)
+    write_eagle3(head, tmp_path)
+    rewrite(tmp_path, change_tensors=lambda tensors: tensors.update(mask_hidden=tensors["mask_hidden"][None]))
+    assert torch.equal(read_eagle3(tmp_path).mask_hidden, head.mask_hidden)
+
+
+EMBEDDING = policy_tensors()["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 40}, {"rope": ROPES[2]}])
+def test_the_speculators_form_gives_the_same_head_back(tmp_path, changes):
+    head = tiny_head(**changes)
+    write_speculators(head, tmp_path, EMBEDDING, policy="some/policy", drafts=4)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["speculators_model_type"], config["architectures"]) == ("eagle3", ["Eagle3Speculator"])
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "some/policy"
+    assert config["transformer_layer_config"]["hidden_size"] == 16
+    assert not any(name.startswith("midlayer") for name in load_file(tmp_path / "model.safetensors"))
+    read = read_eagle3(tmp_path, policy=policy_tensors())
+    assert read.spec == head.spec
+    assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in read.state_dict().items())
+
+
+def test_a_parallel_head_in_the_speculators_form_has_its_mask_in_its_embeddings(tmp_path):
+    head = tiny_head(mask_token_id=5)
+    write_speculators(head, tmp_path, EMBEDDING, policy="p", drafts=3)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    assert (config["speculators_model_type"], config["mask_token_id"]) == ("peagle", 5)
+    assert "mask_embedding" not in tensors
+    others = torch.arange(40) != 5
+    assert torch.equal(tensors["embed_tokens.weight"][others], EMBEDDING[others])
+    read = read_eagle3(tmp_path)
+    assert read.has_embeddings
+    for name in ("mask_hidden", "mask_embedding", "lm_head.weight", "d2t"):
+        assert torch.equal(read.state_dict()[name], head.state_dict()[name])
+
+
+def test_a_speculators_config_without_its_mask_token_is_an_error(tmp_path):
+    write_speculators(tiny_head(mask_token_id=5), tmp_path, EMBEDDING, policy="p", drafts=3)
+    rewrite(tmp_path, change_config=lambda config: config.pop("mask_token_id"))
+    with pytest.raises(ModelError, match="expected the field mask_token_id"):
+        read_eagle3(tmp_path)
 
 
 def test_layers_0_is_read_as_midlayer(folder):
@@ -268,7 +332,7 @@ def test_a_full_disk_leaves_the_old_head_and_says_what_to_do(folder, monkeypatch
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     before = (folder / "model.safetensors").read_bytes()
-    monkeypatch.setattr("leadout.models.eagle3_io.save_file", full)
+    monkeypatch.setattr("leadout.models.head_files.save_file", full)
     with pytest.raises(CapacityError, match=r"disk full while writing .*/model\.safetensors; free some space and run"):
         write_eagle3(tiny_head(), folder)
     assert (folder / "model.safetensors").read_bytes() == before

@@ -3,6 +3,7 @@ import math
 import pytest
 
 from leadout.pipeline.rollout_metrics import (
+    acceptance_by_age,
     acceptance_by_position,
     committed_per_round,
     completion_metrics,
@@ -161,3 +162,20 @@ def test_lag_is_averaged_over_tokens():
 
 def test_no_groups_give_no_metrics():
     assert (reward_metrics([]), completion_metrics([]), speculation_metrics([])) == ({}, {}, {})
+
+
+def test_acceptance_by_age_pools_versions_by_powers_of_two():
+    rollouts = [
+        make_rollout(sibling=i, tokens=(5, 6, 7, EOS), drafted=(2, 2), accepted=(accepted, 0), version=version)
+        for i, (version, accepted) in enumerate([(3, 2), (4, 1), (5, 1), (6, 0), (10, 1), (1, 0)])
+    ]
+    assert acceptance_by_age(rollouts, learnt_version=3) == {
+        "spec/acceptance_rate_age_0": 2 / 8,
+        "spec/acceptance_rate_age_1": 1 / 4,
+        "spec/acceptance_rate_age_2": 1 / 8,
+        "spec/acceptance_rate_age_4": 1 / 4,
+    }
+
+
+def test_rollouts_without_drafts_have_no_age():
+    assert acceptance_by_age([make_rollout()], learnt_version=0) == {}

@@ -10,6 +10,7 @@ from leadout.pipeline.folder import RunFolder, write_json
 from leadout.records import Stage
 from leadout.report import write_report
 from leadout.report.charts import CHARTS, draft_length_chart, line_chart, stage_chart
+from leadout.report.health_charts import age_chart, entropy_chart, mean_by_class
 from leadout.report.page import highlights, pick_samples
 from tests.fakes import FakeGenerator
 from tests.pipeline.builders import make_run
@@ -163,3 +164,20 @@ def test_every_stage_has_a_colour_in_the_stacked_chart():
     svg = svg_of(stage_chart([{"step": 1, **{f"seconds/{stage}": 1.0 for stage in Stage}}]))
     for colour in ("#999999", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#0072b2"):
         assert colour in svg
+
+
+def test_acceptance_by_age_and_entropy_are_drawn_and_an_alarm_is_told():
+    rows = [
+        {"step": 1, "spec/acceptance_rate_age_0": 0.5, "draft/expected_acceptance_rate_entropy_0.3": 0.4},
+        {"step": 2, "spec/acceptance_rate_age_1": 0.2, "draft/expected_acceptance_rate_entropy_0.3": 0.6},
+        {"step": 3, "spec/acceptance_rate_age_0": 0.7, "spec/alarm": "wrong vocabulary map"},
+    ]
+    assert mean_by_class(rows, "spec/acceptance_rate_age_") == {0.0: pytest.approx(0.6), 1.0: 0.2}
+    assert mean_by_class(rows, "draft/expected_acceptance_rate_entropy_") == {0.3: 0.5}
+    assert age_chart({"run": rows}).title == "Acceptance by the drafter's age"
+    assert "entropy" in svg_of(entropy_chart({"run": rows}))
+    assert ("drafter, steps 3 to 3", "wrong vocabulary map") in highlights(rows)
+
+
+def test_one_age_alone_is_no_curve():
+    assert age_chart({"run": [{"step": 1, "spec/acceptance_rate_age_0": 0.5}]}) is None

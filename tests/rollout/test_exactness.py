@@ -10,16 +10,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leadout.draft_length.controller import Choice, RoundOutcome
-from leadout.drafters.eagle3 import Eagle3Drafter
+from leadout.drafters.head_drafter import HeadDrafter
 from leadout.drafters.ngram import NgramDrafter
 from leadout.interfaces import Draft, DraftProbs
 from leadout.models import sampling
 from leadout.models.decoder import FusedDecoder
+from leadout.models.draft_head import DraftHead
 from leadout.models.kv import KVSlots
 from leadout.models.spec import DecoderSpec
 from leadout.records import SamplingParams
 from tests.equivalence.tiny_engines import eagle3_drafter, engine
-from tests.models.eagle3_fakes import tiny_head
+from tests.models.eagle3_fakes import tiny_head, tiny_mtp_head
 from tests.rollout.exactness import (
     joint_p_value,
     many_requests,
@@ -116,18 +117,32 @@ def test_rows_of_different_laws_in_one_batch_each_follow_their_own():
     assert len(set(tokens_of(rollouts[2::4]))) == 1
 
 
-@pytest.mark.parametrize("law", [PLAIN, FILTERED])
-def test_a_real_draft_head_on_a_real_decoder_emits_whole_rollouts_of_the_policy(law):
-    params = params_of(**law, max_new_tokens=3)
-    fused, drafter = tiny_policy_and_drafter()
+@pytest.mark.parametrize(
+    ("kind", "count", "law"),
+    [
+        ("eagle3", ROLLOUTS, PLAIN),
+        ("eagle3", ROLLOUTS, FILTERED),
+        ("parallel", 25_000, PLAIN),
+        ("parallel", 25_000, FILTERED),
+        ("mtp", 25_000, PLAIN),
+        ("mtp", 25_000, FILTERED),
+    ],
+)
+def test_a_real_draft_head_on_a_real_decoder_emits_whole_rollouts_of_the_policy(kind, count, law):
+    params = params_of(**law, max_new_tokens=3 if kind == "eagle3" else 4)
+    fused, drafter = tiny_policy_and_drafter(kind)
     generator = engine(fused, drafter, 2, num_slots=SLOTS, max_len=16)
-    rollouts = run(generator, many_requests(ROLLOUTS, (0, 1, 4), [params]))
+    rollouts = run(generator, many_requests(count, (0, 1, 4), [params]))
     assert_exact(rollouts, params, decoder_law(fused, params), prompt=(0, 1, 4), vocab_size=6)
     accepted = sum(int(rollout.rounds.accepted.sum()) for rollout in rollouts)
     assert 0.1 < accepted / sum(int(rollout.rounds.drafted.sum()) for rollout in rollouts) < 0.95
 
 
-def tiny_policy_and_drafter() -> tuple[FusedDecoder, Eagle3Drafter]:
+HEADS = {"eagle3": {"seed": 1}, "parallel": {"seed": 3, "mask_token_id": 5}}
+"""Seeds whose drafts are neither always nor never accepted."""
+
+
+def tiny_policy_and_drafter(kind: str) -> tuple[FusedDecoder, HeadDrafter]:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16,
@@ -142,7 +157,10 @@ def tiny_policy_and_drafter() -> tuple[FusedDecoder, Eagle3Drafter]:
     model = LlamaForCausalLM(config).double()
     fused = FusedDecoder(DecoderSpec.from_config(config.to_dict()), dtype=torch.float64, max_len=16)
     fused.load(dict(model.named_parameters()))
-    head = tiny_head(seed=1, vocab_size=6, draft_vocab_size=6)
+    if kind == "mtp":
+        head: DraftHead = tiny_mtp_head(seed=1, vocab_size=6)
+    else:
+        head = tiny_head(vocab_size=6, draft_vocab_size=6, **HEADS[kind])
     return fused, eagle3_drafter(head.double(), fused, SLOTS, max_len=16)
 
 

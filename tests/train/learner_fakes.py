@@ -10,7 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leadout.logprob.policy_forward import ForwardSettings, PackedForward
+from leadout.models.draft_head import DraftHead
 from leadout.models.eagle3 import Eagle3Head, Eagle3Spec, initial_head
+from leadout.models.mtp import MtpSpec, initial_mtp_head
 from leadout.models.rope import RopeSpec
 from leadout.records import Finish, Group, Prompt, Rollout, RolloutId, Rounds, Score, Source, Span
 from leadout.refit.publish import weight_update
@@ -18,6 +20,7 @@ from leadout.train.cotrain import DraftTrainer
 from leadout.train.learner import LearnerSettings, LocalLearner
 from leadout.train.loss import LossSettings
 from leadout.train.settings import DraftSettings, OptimizerSettings, UpdateSettings
+from leadout.train.students import HeadStudent
 
 VOCAB = 50
 DRAFT_IDS = torch.arange(0, VOCAB, 2)
@@ -135,7 +138,43 @@ def sampled_groups(model, num_prompts: int, siblings: int, length: int, seed: in
     return groups
 
 
-def tiny_draft_head(model, *, reduced: bool = True, seed: int = 0, noise: float = 0.2) -> Eagle3Head:
+KINDS = ("eagle3", "parallel", "mtp")
+
+
+def tiny_draft_head(
+    model, *, reduced: bool = True, seed: int = 0, noise: float = 0.2, kind: str = "eagle3"
+) -> DraftHead:
+    """A head of any kind; multi-token heads draft from the whole vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    head: DraftHead = (
+        initial_mtp_head(_mtp_spec(len(model.model.layers)), model.state_dict(), generator)
+        if kind == "mtp"
+        else _eagle3_head(model, reduced, kind == "parallel", generator)
+    )
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += noise * torch.randn(parameter.shape, generator=generator)
+    return head.to(model.dtype)
+
+
+def _mtp_spec(num_layers: int) -> MtpSpec:
+    return MtpSpec(
+        hidden_size=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        intermediate_size=32,
+        rms_norm_eps=1e-5,
+        rope=RopeSpec(rope_type="default", theta=10000.0, dim=6),
+        max_position_embeddings=128,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        layer_ids=(num_layers,),
+        target_hidden_size=24,
+    )
+
+
+def _eagle3_head(model, reduced: bool, parallel: bool, generator: torch.Generator) -> Eagle3Head:
     spec = Eagle3Spec(
         hidden_size=24,
         num_heads=4,
@@ -149,13 +188,9 @@ def tiny_draft_head(model, *, reduced: bool = True, seed: int = 0, noise: float 
         draft_vocab_size=len(DRAFT_IDS) if reduced else VOCAB,
         layer_ids=(1, 2, 3),
         target_hidden_size=24,
+        mask_token_id=VOCAB - 1 if parallel else None,
     )
-    generator = torch.Generator().manual_seed(seed)
-    head = initial_head(spec, model.state_dict(), generator, token_ids_V=DRAFT_IDS if reduced else None)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += noise * torch.randn(parameter.shape, generator=generator)
-    return head.to(model.dtype)
+    return initial_head(spec, model.state_dict(), generator, token_ids_V=DRAFT_IDS if reduced else None)
 
 
 def make_forward(model, *, temperature: float = 1.0, max_completions: int = 8, chunk_size: int = 7, autocast=False):
@@ -183,7 +218,7 @@ def make_learner(
 ) -> LocalLearner:
     drafter = None
     if draft is not None:
-        drafter = DraftTrainer(head or tiny_draft_head(model), draft, temperature=temperature, seed=3)
+        drafter = DraftTrainer(HeadStudent(head or tiny_draft_head(model)), draft, temperature=temperature, seed=3)
     settings = LearnerSettings(
         loss=loss or LossSettings(max_completion_length=16),
         optimizer=optimizer or OptimizerSettings(learning_rate=1e-3),

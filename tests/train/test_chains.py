@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from leadout.train.chains import build_chains, unroll
-from tests.train.learner_fakes import make_forward, make_group, random_groups, tiny_draft_head, tiny_policy
+from tests.train.learner_fakes import KINDS, make_forward, make_group, random_groups, tiny_draft_head, tiny_policy
 
 STEPS = 3
 
@@ -19,10 +19,11 @@ class CachedDrafting:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
-    def push(self, feature_H, token: int, position: int):
+    def push(self, state_H, token: int, position: int, *, deeper: bool = False):
+        """An entry from a feature, or `deeper` from the output of the entry before."""
         head = self.head
         embedded = head.embed(torch.tensor([token]), self.embedding)
-        entry = head.entry(feature_H[None], embedded)
+        entry = head.deeper(state_H[None], embedded) if deeper else head.entry(state_H[None], embedded)
         rotary = head.rotary(torch.tensor([position]))
         query = head.queries(entry.input_NE, rotary)[0]
         key, value = head.keys_values(entry.input_NE, rotary)
@@ -40,7 +41,10 @@ def slow_logits(head, model, prompt: list[int], completion: list[int]) -> dict[t
     """Draft logits by (step, index of the predicted completion token), every chain drafted by itself."""
     tokens = prompt + completion
     hidden = model(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    features = head.fuse(torch.cat([hidden[layer][0] for layer in head.spec.layer_ids], dim=-1))
+    if head.method == "mtp":
+        features = last_stream(model, tokens)
+    else:
+        features = head.fuse(torch.cat([hidden[layer][0] for layer in head.spec.layer_ids], dim=-1))
     result = {}
     for start in range(len(prompt), len(tokens) - 1):
         engine = CachedDrafting(head, model)
@@ -51,9 +55,18 @@ def slow_logits(head, model, prompt: list[int], completion: list[int]) -> dict[t
             if target >= len(tokens):
                 break
             if step > 1:
-                state = engine.push(state, tokens[target - 1], target - 2)
-            result[step, target - len(prompt)] = head.logits(state[None])[0]
+                state = engine.push(state, tokens[target - 1], target - 2, deeper=True)
+            result[step, target - len(prompt)] = head.logits(state[None], model.lm_head.weight)[0]
     return result
+
+
+def last_stream(model, tokens: list[int]):
+    """What leaves the last layer, ahead of the final norm (transformers' last hidden state is after it)."""
+    kept = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0][0]))
+    model(input_ids=torch.tensor([tokens]))
+    hook.remove()
+    return kept[0]
 
 
 def unrolled_logits(head, model, groups, rows):
@@ -62,14 +75,15 @@ def unrolled_logits(head, model, groups, rows):
     output = forward.run(batch, taps=head.spec.layer_ids)
     chains = build_chains(batch, rows)
     hidden = unroll(head, chains, output.taps_TF, batch.token_ids_T, forward.embedding_VH, STEPS)
-    return batch, chains, [head.logits(hidden_BLH) for hidden_BLH in hidden]
+    return batch, chains, [head.logits(hidden_BLH, model.lm_head.weight) for hidden_BLH in hidden]
 
 
-@pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_unrolled_logits_equal_those_of_cached_drafting(norm_before_residual):
+@pytest.mark.parametrize("kind", [*KINDS, "norm before the residual"])
+def test_unrolled_logits_equal_those_of_cached_drafting(kind):
     model = tiny_policy()
-    head = tiny_draft_head(model)
-    object.__setattr__(head.spec, "norm_before_residual", norm_before_residual)
+    head = tiny_draft_head(model, kind=kind)
+    if kind not in KINDS:
+        object.__setattr__(head.spec, "norm_before_residual", True)
     groups = random_groups([[6, 2, 4], [3, 5], [4]], prompt_lengths=(5, 3, 1))
     rows = [0, 1, 2, 4, 5]
     _, chains, logits = unrolled_logits(head, model, groups, rows)
@@ -107,10 +121,11 @@ def test_rollouts_too_short_to_draft_in_give_no_chains():
     assert build_chains(batch, [0, 1]) is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("changed", ["sibling", "other group", "later token"])
-def test_nothing_leaks_over_borders_of_packed_rollouts(changed):
+def test_nothing_leaks_over_borders_of_packed_rollouts(changed, kind):
     model = tiny_policy()
-    head = tiny_draft_head(model)
+    head = tiny_draft_head(model, kind=kind)
     completions = [[7, 2, 9, 4], [8, 3, 3, 1]]
     groups = [make_group(0, [1, 5], completions, [0.0] * 2), make_group(1, [4, 4], [[6, 6, 6]], [0.0])]
     _, _, before = unrolled_logits(head, model, groups, [0, 1, 2])

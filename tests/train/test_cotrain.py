@@ -8,8 +8,10 @@ from leadout.train.chains import build_chains
 from leadout.train.cotrain import DraftTrainer
 from leadout.train.draft_loss import expected_rounds
 from leadout.train.settings import DraftSettings
+from leadout.train.students import HeadStudent
 from tests.train.learner_fakes import (
     DRAFT_IDS,
+    KINDS,
     make_forward,
     make_group,
     random_groups,
@@ -34,21 +36,21 @@ def step(trainer: DraftTrainer, forward, groups) -> dict[str, float]:
     return metrics
 
 
-def setup(settings: DraftSettings = EXACT, *, reduced: bool = True, temperature: float = 1.0):
+def setup(settings: DraftSettings = EXACT, *, reduced: bool = True, temperature: float = 1.0, kind: str = "eagle3"):
     model = tiny_policy()
-    head = tiny_draft_head(model, reduced=reduced)
-    trainer = DraftTrainer(head, settings, temperature=temperature, seed=0)
+    head = tiny_draft_head(model, reduced=reduced, kind=kind)
+    trainer = DraftTrainer(HeadStudent(head), settings, temperature=temperature, seed=0)
     return model, make_forward(model, temperature=temperature), trainer
 
 
-@pytest.mark.parametrize("reduced", [True, False])
+@pytest.mark.parametrize(("kind", "reduced"), [("eagle3", True), ("eagle3", False), ("parallel", True), ("mtp", False)])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_expected_acceptance_length_is_that_of_cached_drafting(reduced, temperature):
-    model, forward, trainer = setup(reduced=reduced, temperature=temperature)
+def test_the_expected_acceptance_length_is_that_of_cached_drafting(kind, reduced, temperature):
+    model, forward, trainer = setup(reduced=reduced, temperature=temperature, kind=kind)
     groups = random_groups([[6, 2, 1], [5]])
     metrics = step(trainer, forward, groups)
 
-    head = tiny_draft_head(model, reduced=reduced)
+    head = tiny_draft_head(model, reduced=reduced, kind=kind)
     columns = {int(token): i for i, token in enumerate(DRAFT_IDS if reduced else range(50))}
     tokens, rounds = 0, 0.0
     for group in groups:
@@ -68,6 +70,32 @@ def test_the_expected_acceptance_length_is_that_of_cached_drafting(reduced, temp
     assert metrics["draft/expected_acceptance_length"] == pytest.approx(tokens / rounds, abs=1e-9)
 
 
+@pytest.mark.parametrize("reduced", [True, False])
+def test_coverage_and_acceptance_by_entropy_are_those_of_the_policys_law(reduced):
+    model, forward, trainer = setup(reduced=reduced)
+    group = random_groups([[6, 4]])[0]
+    metrics = step(trainer, forward, [group])
+    head, prompt = tiny_draft_head(model, reduced=reduced), group.prompt.token_ids.tolist()
+    ids = DRAFT_IDS if reduced else torch.arange(50)
+    mass, by_class = [], {}
+    for rollout in group.rollouts:
+        completion = rollout.token_ids.tolist()
+        policy = model(input_ids=torch.tensor([prompt + completion])).logits[0].softmax(-1)
+        for (depth, target), logits in slow_logits(head, model, prompt, completion).items():
+            if depth == 1:
+                p = policy[len(prompt) + target - 1]
+                entropy = float(-(p * p.log()).sum())
+                bound = max(each for each in (0, 0.3, 1, 2, 3.5) if each <= entropy)
+                mass.append(float(p[ids].sum()))
+                by_class.setdefault(bound, []).append(float(torch.minimum(p[ids], logits.softmax(-1)).sum()))
+    assert metrics["draft/vocabulary_coverage"] == pytest.approx(np.mean(mass), abs=1e-6)
+    found = {name: value for name, value in metrics.items() if "_entropy_" in name}
+    assert found == {
+        f"draft/expected_acceptance_rate_entropy_{bound:g}": pytest.approx(np.mean(values), abs=1e-6)
+        for bound, values in by_class.items()
+    }
+
+
 def test_acceptance_is_measured_on_the_head_that_served_the_step():
     groups = random_groups([[6, 5, 6], [5, 6]])
     _, forward, learning = setup()
@@ -83,24 +111,26 @@ def test_the_measurement_stops_at_its_budget_of_tokens():
     _, forward, trainer = setup(DraftSettings(autocast=False, measure_tokens=4))
     full = random_groups([[5, 9, 9]])
     first_only = random_groups([[5]])
-    alone = DraftTrainer(tiny_draft_head(tiny_policy()), EXACT, temperature=1.0, seed=0)
+    alone = DraftTrainer(HeadStudent(tiny_draft_head(tiny_policy())), EXACT, temperature=1.0, seed=0)
     first_only[0] = make_group(0, full[0].prompt.token_ids, [full[0].rollouts[0].token_ids], [0.0])
     assert step(trainer, forward, full)["draft/expected_acceptance_length"] == pytest.approx(
         step(alone, forward, first_only)["draft/expected_acceptance_length"], abs=1e-9
     )
 
 
-@pytest.mark.parametrize("reduced", [True, False])
-def test_learning_on_rollouts_raises_the_acceptance_expected_on_others(reduced):
+@pytest.mark.parametrize(("kind", "reduced"), [("eagle3", True), ("eagle3", False), ("parallel", True), ("mtp", False)])
+def test_learning_on_rollouts_raises_the_acceptance_expected_on_others(kind, reduced):
     model = tiny_policy()
     forward = make_forward(model)
-    head = tiny_draft_head(model, reduced=reduced, noise=0.0)
+    head = tiny_draft_head(model, reduced=reduced, noise=0.0, kind=kind)
     settings = DraftSettings(autocast=False, learning_rate=5e-3, warmup_steps=1)
-    trainer = DraftTrainer(head, settings, temperature=1.0, seed=0)
+    trainer = DraftTrainer(HeadStudent(head), settings, temperature=1.0, seed=0)
     training, held_out = sampled_groups(model, 8, 16, 12, seed=1), sampled_groups(model, 4, 16, 12, seed=2)
 
     def expected_length() -> float:
-        watcher = DraftTrainer(head, DraftSettings(autocast=False, learning_rate=1e-12), temperature=1.0, seed=0)
+        watcher = DraftTrainer(
+            HeadStudent(head), DraftSettings(autocast=False, learning_rate=1e-12), temperature=1.0, seed=0
+        )
         return step(watcher, forward, held_out)["draft/expected_acceptance_length"]
 
     before = expected_length()
@@ -109,20 +139,21 @@ def test_learning_on_rollouts_raises_the_acceptance_expected_on_others(reduced):
     assert expected_length() > before + 0.03
 
 
-def test_draft_gradients_never_reach_the_policy():
-    model, forward, trainer = setup()
+@pytest.mark.parametrize("kind", KINDS)
+def test_draft_gradients_never_reach_the_policy(kind):
+    model, forward, trainer = setup(kind=kind)
     (batch,) = forward.pack(random_groups([[6, 4]]), [np.zeros(2)])
     output = forward.run(batch, taps=trainer.taps)
     loss = trainer.loss(batch, output, forward, build_chains(batch, [0, 1]))
     loss.backward()
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(parameter.grad is not None for parameter in trainer.head.parameters())
+    assert all(parameter.grad is not None for parameter in trainer.student.head.parameters())
 
 
 def test_the_map_of_the_draft_vocabulary_does_not_learn():
     _, forward, trainer = setup()
     step(trainer, forward, random_groups([[6, 4]]))
-    assert trainer.head.draft_token_ids().tolist() == DRAFT_IDS.tolist()
+    assert trainer.student.head.draft_token_ids().tolist() == DRAFT_IDS.tolist()
 
 
 def test_the_loss_of_a_rollout_does_not_depend_on_what_it_is_packed_with():
@@ -153,14 +184,14 @@ def test_masked_rollouts_still_teach_the_drafter():
 @pytest.mark.parametrize("completions", [[[]], [[3]], [[], [4]]])
 def test_rollouts_without_anything_to_draft_leave_the_head_as_it_is(completions):
     _, forward, trainer = setup()
-    before = {name: tensor.clone() for name, tensor in trainer.head.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in trainer.student.head.state_dict().items()}
     trainer.begin_step(len(completions))
     for batch in forward.pack([make_group(0, [1, 2], completions, [0.0] * len(completions))], [np.zeros(2)]):
         if batch.response_R.numel():
             trainer.observe(batch, forward.run(batch, taps=trainer.taps), forward)
     metrics = trainer.finish_step(forward)
-    assert metrics == {"draft/version": 0.0, "draft/updates": 0.0}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.head.state_dict().items())
+    assert metrics == {"draft/version": 0.0, "draft/updates": 0.0, "draft/age": 0.0}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.student.head.state_dict().items())
 
 
 def test_four_rollouts_make_an_update_and_passes_repeat_it():
@@ -180,6 +211,7 @@ def test_the_drafter_learns_on_every_second_step_when_asked():
     rows = [step(trainer, forward, random_groups([[4, 4]])) for _ in range(4)]
     assert [row["draft/version"] for row in rows] == [1, 1, 2, 2]
     assert [row["draft/updates"] for row in rows] == [1, 0, 1, 0]
+    assert [row["draft/age"] for row in rows] == [0, 0, 1, 0]
 
 
 def test_the_learning_rate_warms_up():
@@ -200,7 +232,7 @@ def test_replay_trains_on_as_many_kept_rollouts_as_fresh_ones():
 def test_bf16_autocast_keeps_float32_masters():
     model = tiny_policy(torch.float32)
     head = tiny_draft_head(model)
-    trainer = DraftTrainer(head, DraftSettings(), temperature=1.0, seed=0)
+    trainer = DraftTrainer(HeadStudent(head), DraftSettings(), temperature=1.0, seed=0)
     metrics = step(trainer, make_forward(model, autocast=True), random_groups([[6, 5]]))
     assert head.fc.weight.dtype is torch.float32
     assert np.isfinite(metrics["draft/loss"])
@@ -210,12 +242,12 @@ def test_rolling_back_undoes_a_step():
     _, forward, trainer = setup()
     groups = random_groups([[6, 5], [4, 4]])
     step(trainer, forward, groups)
-    kept = {name: tensor.clone() for name, tensor in trainer.head.state_dict().items()}
+    kept = {name: tensor.clone() for name, tensor in trainer.student.head.state_dict().items()}
     trainer.begin_step(4, can_roll_back=True)
     for batch in forward.pack(groups, [np.zeros(2)] * 2):
         trainer.observe(batch, forward.run(batch, taps=trainer.taps), forward)
     trainer.roll_back()
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in trainer.head.state_dict().items())
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in trainer.student.head.state_dict().items())
     assert trainer.updates == 1
 
 
@@ -232,12 +264,12 @@ def test_every_loss_raises_the_acceptance_of_the_rollouts_it_learns(loss_fn):
 def test_held_out_acceptance_is_what_a_step_would_measure():
     _, forward, trainer = setup()
     groups = random_groups([[6, 5, 6], [5, 6]])
-    before = {name: tensor.clone() for name, tensor in trainer.head.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in trainer.student.head.state_dict().items()}
     held_out = trainer.evaluate(groups, forward)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.head.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.student.head.state_dict().items())
     measured = step(trainer, forward, groups)
     assert held_out == {name: measured[name] for name in held_out}
-    assert len(held_out) == 4
+    assert {"draft/expected_acceptance_length", "draft/vocabulary_coverage"} < held_out.keys()
 
 
 def test_the_learning_rate_rises_stays_and_falls_to_its_floor():

@@ -312,7 +312,7 @@ def test_published_weights_are_the_policys_and_the_drafters_of_that_version():
     groups = rewarded(random_groups(RAGGED))
     learner.step(groups, None)
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if name != "lm_head.weight"}
-    head = learner.drafter.head
+    head = learner.drafter.student.head
     draft_shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     received = receive(learner.publish(), shapes, draft_shapes, head.draft_spec())
     assert (received.report.version, received.report.draft_version) == (1, 1)
@@ -346,7 +346,7 @@ def test_a_resumed_learner_goes_on_to_the_bit(tmp_path, update):
     assert resumed.version == 2
     assert run(resumed, range(2, 4)) == expected
     assert same(weights(whole.forward.model), weights(resumed.forward.model))
-    assert same(weights(whole.drafter.head), weights(resumed.drafter.head))
+    assert same(weights(whole.drafter.student.head), weights(resumed.drafter.student.head))
 
 
 def test_an_untied_policy_without_drafter_resumes_too(tmp_path):
@@ -362,13 +362,13 @@ def test_saving_between_log_probabilities_and_step_drops_the_unfinished_step(tmp
     always = UpdateSettings(recompute="always")
     learner = make_learner(tiny_policy(torch.float32), draft=DRAFT, update=always)
     run(learner, range(1))
-    kept = weights(learner.drafter.head)
+    kept = weights(learner.drafter.student.head)
     learner.logprobs(rewarded(random_groups(RAGGED, seed=1)))
-    assert not same(kept, weights(learner.drafter.head))
+    assert not same(kept, weights(learner.drafter.student.head))
     learner.save(tmp_path)
     resumed = make_learner(tiny_policy(torch.float32), draft=DRAFT, update=always)
     resumed.load(tmp_path)
-    assert same(kept, weights(resumed.drafter.head))
+    assert same(kept, weights(resumed.drafter.student.head))
 
 
 @pytest.mark.parametrize("victim", ["learner.pt", "policy/model.safetensors", "draft/model.safetensors"])

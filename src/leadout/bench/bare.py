@@ -19,9 +19,9 @@ import torch
 from leadout.bench.contender import Sample
 from leadout.bench.memory import peak_bytes
 from leadout.bench.workload import Workload
-from leadout.drafters.eagle3_cache import Eagle3Cache
+from leadout.drafters.head_cache import HeadCache
 from leadout.models.decoder import FusedDecoder
-from leadout.models.eagle3 import Eagle3Head
+from leadout.models.draft_head import DraftHead
 from leadout.models.kv import KVSlots
 from leadout.models.sampling import ParamsBatch
 from leadout.records import SamplingParams
@@ -45,7 +45,7 @@ def seconds_in_turn(parts: dict[str, Part], repeats: int) -> dict[str, float]:
 class BareParts:
     """Parts over a cache of `rows` rows that hold `context` tokens each."""
 
-    def __init__(self, decoder: FusedDecoder, head: Eagle3Head | None, *, rows: int, context: int, width: int) -> None:
+    def __init__(self, decoder: FusedDecoder, head: DraftHead | None, *, rows: int, context: int, width: int) -> None:
         """`width`: most tokens of a row in one pass; `head` None leaves out the draft."""
         self._decoder = decoder
         self._rows = rows
@@ -55,9 +55,9 @@ class BareParts:
         self._generator = torch.Generator().manual_seed(0)
         self._sampler = Sampler(rows, decoder.spec.vocab_size, decoder.device)
         self._params = ParamsBatch.of([SamplingParams(temperature=1.0)] * rows)
-        self._cache: Eagle3Cache | None = None
+        self._cache: HeadCache | None = None
         if head is not None:
-            self._cache = Eagle3Cache(
+            self._cache = HeadCache(
                 deepcopy(head).to(decoder.dtype).requires_grad_(False),
                 num_slots=rows,
                 max_len=context + width,
@@ -94,7 +94,7 @@ class BareParts:
         return run
 
     def draft(self) -> Part:
-        """One position of the EAGLE-3 head, logits included."""
+        """One position of a head that drafts step by step, logits included."""
         cache = self._cache
         assert cache is not None, "made without a head"
 

@@ -22,7 +22,7 @@ from leadout.audit.verdict import Verdict
 from leadout.build.drafter import load_head, make_drafter
 from leadout.build.generator import DTYPES, make_decoder
 from leadout.build.process import prepare_process
-from leadout.config import SpeculativeConfig
+from leadout.config import Method, SpeculativeConfig
 from leadout.data.prompts import PromptFormat, make_prompt
 from leadout.data.rows import Row
 from leadout.draft_length.controller import FixedLength
@@ -33,6 +33,7 @@ from leadout.logprob.policy_forward import ForwardSettings, PackedForward
 from leadout.models.decoder import FusedDecoder
 from leadout.models.kv import KVSlots
 from leadout.models.loading import load_policy, read_config, resolve
+from leadout.models.mtp_io import has_mtp
 from leadout.models.spec import DecoderSpec
 from leadout.records import (
     Group,
@@ -48,9 +49,7 @@ from leadout.rollout.engine import NativeGenerator
 from leadout.rollout.parts import EngineParts
 from leadout.text import TextCodec
 
-Method = Literal[
-    "noisy_policy", "eagle3", "ngram", "history", "small_model", "history+eagle3", "history+small_model", "none"
-]
+AuditMethod = Method | Literal["noisy_policy", "none"]
 _SLOTS = 64
 _PACK = 8
 _ROUNDED_EVERY = 4
@@ -63,9 +62,9 @@ class AuditOptions:
 
     params: SamplingParams
     model: str = "smollm2-135m"
-    method: Method = "noisy_policy"
+    method: AuditMethod = "noisy_policy"
     draft: str | None = None
-    """Folder of a draft head, for eagle3."""
+    """Folder of a draft head or small model; None takes the head that came with the policy (mtp)."""
     num_drafts: int = 3
     tokens: int = 20_000
     """About how many tokens to generate."""
@@ -157,7 +156,9 @@ def _drafter(
             decoder, new_kv(), vocab_size=decoder.spec.vocab_size, hidden_size=decoder.spec.hidden_size
         )
     drafts_itself = options.method in ("ngram", "history")
-    if options.draft is None and not drafts_itself:
+    path = resolve(options.model)
+    brings_head = options.method.endswith("mtp") and has_mtp(path)
+    if options.draft is None and not drafts_itself and not brings_head:
         raise ConfigError(
             f"--method {options.method} needs --draft, the folder of a draft head or small model; "
             "runs leave a head in RUN/draft_start"
@@ -166,9 +167,8 @@ def _drafter(
         method=options.method, model=options.draft, num_speculative_tokens=options.num_drafts
     )
     head = None
-    if speculation.draft_model == "eagle3":
-        assert options.draft is not None
-        head = load_head(options.draft, weights)
+    if speculation.draft_head is not None:
+        head = load_head(options.draft or path, weights, speculation.draft_head)
     return make_drafter(speculation, decoder, head, codec, num_slots=_SLOTS)
 
 

@@ -6,16 +6,16 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
-import transformers
 
 from leadout.audit.plan import DEFAULT_PROMPTS
 from leadout.bench.workload import cut_prompts, make_prompt
 from leadout.build.drafter import load_head, make_drafter, new_head
 from leadout.build.generator import DTYPES, make_decoder
-from leadout.config import Draft, SpeculativeConfig
+from leadout.build.process import prepare_process
+from leadout.config import Draft, HeadMethod, SpeculativeConfig
 from leadout.data.prompts import PromptFormat
 from leadout.data.prompts import make_prompt as render_prompt
 from leadout.data.rows import Row
@@ -25,7 +25,7 @@ from leadout.drafters.history import HistoryDrafter
 from leadout.drafters.noisy_policy import NoisyPolicyDrafter
 from leadout.errors import ConfigError, ModelError
 from leadout.interfaces import Drafter
-from leadout.models.eagle3 import Eagle3Head
+from leadout.models.draft_head import DraftHead
 from leadout.models.kv import KVSlots
 from leadout.models.loading import iter_weights, read_config, resolve
 from leadout.models.spec import DecoderSpec
@@ -35,7 +35,8 @@ from leadout.rollout.engine import NativeGenerator
 from leadout.rollout.parts import EngineParts
 from leadout.text import TextCodec
 
-Method = Literal["none", "ngram", "eagle3", "noisy_policy", "history", "small_model"]
+Method = Literal["none", "ngram", "eagle3", "parallel", "mtp", "noisy_policy", "history", "small_model"]
+_HEADS: tuple[HeadMethod, ...] = get_args(HeadMethod)
 DRAFT_VOCABULARY = 8192
 """Of an untrained head, where the policy's is larger."""
 
@@ -56,9 +57,8 @@ class BenchMachine:
 
     def __init__(self, model: str, *, max_len: int, dtype: str = "bfloat16", threads: int | None = None) -> None:
         """`max_len`: tokens of the longest row of any cell. Raises ModelError or ConfigError with one line."""
-        transformers.utils.logging.disable_progress_bar()
         self.threads = threads or len(os.sched_getaffinity(0))
-        torch.set_num_threads(self.threads)
+        prepare_process(self.threads)
         self.path: Path = resolve(model)
         self.spec = DecoderSpec.from_config(read_config(self.path))
         if max_len > self.spec.max_position_embeddings:
@@ -70,7 +70,7 @@ class BenchMachine:
         self.weights = dict(iter_weights(self.path))
         self.decoder = make_decoder(self.spec, self.weights, dtype=dtype, max_len=max_len, device=torch.device("cpu"))
         self._texts: list[IntArray] | None = None
-        self._heads: dict[str | None, Eagle3Head] = {}
+        self._heads: dict[tuple[HeadMethod, str | None], DraftHead] = {}
 
     @property
     def weight_bytes(self) -> int:
@@ -92,18 +92,21 @@ class BenchMachine:
         """Different prompts of exactly this length."""
         return cut_prompts(self.texts(), count, length)
 
-    def head(self, folder: str | None) -> Eagle3Head:
+    def head(self, folder: str | None, method: HeadMethod = "eagle3") -> DraftHead:
         """A trained head from its folder, or an untrained one."""
-        if folder not in self._heads:
-            self._heads[folder] = self._untrained_head() if folder is None else load_head(folder, self.weights)
-        return self._heads[folder]
+        key = method, folder
+        if key not in self._heads:
+            self._heads[key] = (
+                self._untrained_head(method) if folder is None else load_head(folder, self.weights, method)
+            )
+        return self._heads[key]
 
-    def _untrained_head(self) -> Eagle3Head:
+    def _untrained_head(self, method: HeadMethod) -> DraftHead:
         vocab = self.spec.vocab_size
         room = self.decoder.max_len - 1
         prompts = [make_prompt(ids[-room:].tolist(), i) for i, ids in enumerate(self.texts())]
         section = Draft(vocab_size=DRAFT_VOCABULARY if vocab > DRAFT_VOCABULARY else None)
-        return new_head(section, self.decoder, self.weights, prompts, seed=0, temperature=1.0, keep=())
+        return new_head(section, self.decoder, self.weights, prompts, seed=0, temperature=1.0, keep=(), method=method)
 
     def generator(self, choice: DrafterChoice, *, rows: int, max_len: int) -> NativeGenerator:
         """A generator for cells of up to `rows` rows of up to `max_len` tokens; make another for another cell."""
@@ -137,7 +140,8 @@ class BenchMachine:
                 self.decoder, new_kv(), vocab_size=self.spec.vocab_size, hidden_size=self.spec.hidden_size
             )
         speculation = SpeculativeConfig(method=choice.method, model=choice.draft)
-        head = self.head(choice.draft) if choice.method == "eagle3" else None
+        kind = next((kind for kind in _HEADS if kind == choice.method), None)
+        head = None if kind is None else self.head(choice.draft, kind)
         return make_drafter(speculation, self.decoder, head, self.codec, num_slots=rows)
 
 
@@ -147,9 +151,9 @@ def check_draft(method: Method, draft: str | None) -> None:
         raise ConfigError("--method small_model needs --draft, the folder of a model with the policy's tokenizer")
     if draft is None:
         return
-    if method not in ("eagle3", "small_model"):
+    if method not in (*_HEADS, "small_model"):
         raise ConfigError(f"--method {method} drafts without a model, got --draft {draft}; leave one of them out")
-    if method == "eagle3" and not Path(draft).is_dir():
+    if method in _HEADS and not Path(draft).is_dir():
         raise ModelError(f"--draft: expected the folder of a draft head, got {draft}, which is not there")
 
 

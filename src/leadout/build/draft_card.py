@@ -1,4 +1,4 @@
-"""The card beside a trained draft head: of which policy, from which recipe, and how often it is accepted."""
+"""The card beside a trained drafter: of which policy, from which recipe, and how often it is accepted."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from typing import Any
 from leadout.pipeline.folder import write_text
 
 _CHUNK = 1 << 20
+_TITLES = {
+    "eagle3": "EAGLE-3 draft head",
+    "parallel": "Parallel EAGLE-3 draft head",
+    "mtp": "Multi-token head",
+    "small_model": "Small draft model",
+}
 
 
 def policy_hash(path: Path) -> str:
@@ -30,7 +36,7 @@ def write_card(folder: Path, plan: Mapping[str, Any], figures: Mapping[str, floa
     )
     depth = sum(name.startswith("draft/expected_acceptance_rate_pos_") and name.count("/") == 1 for name in figures)
     lines = [
-        "# EAGLE-3 draft head",
+        f"# {_TITLES[plan['method']]}",
         "",
         f"Policy: safetensors sha256 `{plan['policy']}`.",
         f"Trained on {figures['rollouts']:.0f} rollouts (passes counted) at temperature {plan['temperature']}.",

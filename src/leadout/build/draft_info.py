@@ -8,17 +8,20 @@ import torch
 
 from leadout.build.drafter import count_layers
 from leadout.errors import ModelError
+from leadout.models.draft_head import DraftHead
 from leadout.models.eagle3 import Eagle3Head
-from leadout.models.eagle3_io import read_eagle3
+from leadout.models.head_io import is_head, read_head
 from leadout.models.loading import iter_weights, read_config, resolve
 from leadout.models.rope import RopeSpec
 from leadout.models.spec import DecoderSpec
 from leadout.models.weights import check_tensors
 from leadout.text import TextCodec
 
+_KINDS = {"eagle3": "EAGLE-3 head", "parallel": "parallel EAGLE-3 head", "mtp": "multi-token head"}
+
 
 def draft_info(folder: str, model: str | None = None) -> dict[str, str]:
-    """Figures by name, of an EAGLE-3 head or of a small model.
+    """Figures by name, of a draft head or of a small model.
 
     Raises:
         ModelError: naming the tensor, map, layer or tokenizer that is missing or odd, or that does not fit the policy.
@@ -27,34 +30,26 @@ def draft_info(folder: str, model: str | None = None) -> dict[str, str]:
     path = Path(folder)
     if not path.is_dir():
         raise ModelError(f"expected the folder of a drafter, got {folder}, which is not there")
-    config = read_config(path)
     policy = None if model is None else resolve(model)
-    is_head = "eagle3" in str(config.get("architectures", "")).lower() or "speculators_model_type" in config
-    return _head_info(path, policy) if is_head else _model_info(path, policy)
+    return _head_info(path, policy) if is_head(path) else _model_info(path, policy)
 
 
 def _head_info(path: Path, policy: Path | None) -> dict[str, str]:
     weights = None if policy is None else dict(iter_weights(policy))
-    head = read_eagle3(path, policy=weights, num_layers=None if weights is None else count_layers(weights))
+    head = read_head(path, policy=weights, num_layers=None if weights is None else count_layers(weights))
     spec = head.spec
     if policy is not None:
         target = DecoderSpec.from_config(read_config(policy))
-        if max(spec.layer_ids) > target.num_layers:
-            raise ModelError(
-                f"{path}: expected tapped layers in 0..{target.num_layers}, got {list(spec.layer_ids)}; "
-                "the head was made for a deeper policy"
-            )
         _check_rope(path, spec.rope, target.rope)
-    norms = [n for n, on in (("fc_norm", spec.fc_norm), ("norm_before_fc", spec.norm_before_fc)) if on]
     return {
-        "kind": "EAGLE-3 head",
+        "kind": f"{_KINDS[head.method]} (method {head.method})",
         "layers": f"states entering {', '.join(map(str, spec.layer_ids))}",
         "hidden size": f"{spec.hidden_size} (policy {spec.target_hidden_size})",
         "heads": f"{spec.num_heads} queries, {spec.num_kv_heads} keys and values, {spec.head_dim} wide",
         "vocabulary": _vocabulary(head),
         "embeddings": "its own" if head.has_embeddings else "the policy's",
         "rope": spec.rope.text,
-        "norms": ", ".join(norms) or "none before fc",
+        **_details(head),
         **_sizes(dict(head.named_parameters())),
         "policy": "not compared (--model)" if policy is None else f"fits {policy}",
     }
@@ -68,7 +63,16 @@ def _check_rope(path: Path, own: RopeSpec, policy: RopeSpec) -> None:
         )
 
 
-def _vocabulary(head: Eagle3Head) -> str:
+def _details(head: DraftHead) -> dict[str, str]:
+    if not isinstance(head, Eagle3Head):
+        return {"drafts": "from the layer used again, by the policy's output matrix"}
+    spec = head.spec
+    norms = [n for n, on in (("fc_norm", spec.fc_norm), ("norm_before_fc", spec.norm_before_fc)) if on]
+    drafts = "one after another" if spec.mask_token_id is None else "all in one pass"
+    return {"norms": ", ".join(norms) or "none before fc", "drafts": drafts}
+
+
+def _vocabulary(head: DraftHead) -> str:
     ids_V = head.draft_token_ids()
     if ids_V is None:
         return f"all {head.spec.vocab_size} tokens"

@@ -1,13 +1,16 @@
-"""How often a head is accepted, on a few fresh rollouts of its policy."""
+"""How often a drafter is accepted, on a few fresh rollouts of its policy."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from leadout.build.draft_parts import build_parts
 from leadout.build.draft_plan import DraftPlan, draft_settings
-from leadout.build.draft_training import LENGTH, build_parts
+from leadout.build.draft_training import LENGTH
+from leadout.build.drafter import head_method
 from leadout.build.process import prepare_process
 from leadout.config import Dataset
+from leadout.models.head_io import is_head
 from leadout.models.loading import resolve
 from leadout.pipeline.generate import generate, group_by_draw
 from leadout.pipeline.requests import make_requests
@@ -30,7 +33,7 @@ def measure_head(
     """Expected acceptance and speedup, in words; names what to look at where nothing is accepted.
 
     Raises:
-        ModelError: not an EAGLE-3 head, or not one of this policy.
+        ModelError: not a drafter, or not one of this policy.
 
     """
     prepare_process(0)
@@ -41,12 +44,13 @@ def measure_head(
         max_completion_length=max_completion_length,
         temperature=temperature,
         init=Path(folder),
+        method=head_method(folder) if is_head(Path(folder)) else "small_model",
     )
     parts = build_parts(plan, resolve(model), None)
     prompts = [parts.prompts[i % len(parts.prompts)] for i in range(num_rollouts)]
     rollouts = generate(parts.generator, make_requests(prompts, parts.params, 1))
     groups = group_by_draw(rollouts, [Score(reward=0.0, parts={}, text="")] * len(rollouts))
-    trainer = DraftTrainer(parts.head, draft_settings(plan), temperature=temperature, seed=0)
+    trainer = DraftTrainer(parts.student, draft_settings(plan), temperature=temperature, seed=0)
     figures = trainer.evaluate(groups, parts.forward)
     rates = [figures[f"draft/expected_acceptance_rate_pos_{i + 1}"] for i in range(plan.num_drafts)]
     row = {

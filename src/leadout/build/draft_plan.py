@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from leadout.config import Dataset, Draft
+from leadout.config import Dataset, Draft, HeadMethod, SpeculativeConfig
+from leadout.errors import ConfigError
 from leadout.train.settings import DraftSettings
 
 
@@ -32,17 +33,47 @@ class DraftPlan:
     """Of the rollouts and of the drafts: the one of the later run."""
     num_drafts: int = 3
     """Drafts of a round that acceptance is measured for."""
+    method: HeadMethod | Literal["small_model"] = "eagle3"
+    """What is trained; a small model needs `init`."""
     draft: Draft = field(default_factory=Draft)
     init: Path | None = None
-    """A head to go on from; its shape holds, not that of `draft`."""
+    """A drafter to go on from; its shape holds, not that of `draft`."""
+    format: Literal["hf", "speculators"] = "hf"
+    """Form of the folder that results."""
     seed: int = 0
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Of engine and matrix products."""
+
+    def __post_init__(self) -> None:
+        whole_vocabulary = self.method in ("mtp", "small_model")
+        checks = (
+            (
+                self.method != "small_model" or self.init is not None,
+                "--method small_model needs --start, the model to train (leadout draft init makes one)",
+            ),
+            (
+                self.format == "hf" or self.method in ("eagle3", "parallel"),
+                f"--format {self.format} is for --method eagle3 and parallel, got {self.method}; leave one out",
+            ),
+            (
+                not whole_vocabulary or self.draft.vocab_size is None,
+                f"--vocab-size: --method {self.method} drafts from its whole vocabulary; leave one of them out",
+            ),
+        )
+        for holds, message in checks:
+            if not holds:
+                raise ConfigError(message)
 
     @property
     def num_batches(self) -> int:
         """Batches of one pass."""
         return -(-self.num_rollouts // self.batch)
+
+    @property
+    def speculation(self) -> SpeculativeConfig:
+        """How an engine drafts with what is trained, from where it starts."""
+        model = str(self.init) if self.method == "small_model" else None
+        return SpeculativeConfig(method=self.method, model=model, num_speculative_tokens=self.num_drafts)
 
     def fingerprint(self, policy: str) -> dict[str, Any]:
         """What must be the same for an interrupted training to go on; JSON-serialisable."""
@@ -58,7 +89,8 @@ def draft_settings(plan: DraftPlan) -> DraftSettings:
     updates = plan.num_batches * plan.passes * -(-plan.batch // draft.micro_rollouts) * draft.passes
     return DraftSettings(
         loss_fn=draft.loss_fn,
-        steps=draft.ttt_steps,
+        # What a small model says at a token does not depend on the round: there is nothing to unroll.
+        steps=1 if plan.method == "small_model" else draft.ttt_steps,
         decay=draft.ttt_decay,
         learning_rate=draft.learning_rate,
         warmup_steps=draft.warmup_steps,

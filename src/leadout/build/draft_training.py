@@ -1,10 +1,10 @@
-"""Offline training of an EAGLE-3 head on the policy's own rollouts: generate, learn, measure on held-out prompts.
+"""Offline training of a drafter on the policy's own rollouts: generate, learn, measure on held-out prompts.
 
 The first pass learns from every batch of rollouts as soon as it is generated and keeps it; further passes go over the
-kept ones in another order. Every few batches the head is measured on rollouts of held-out prompts, and the one with
-the best expected acceptance length (not the lowest loss) is the result. The folder::
+kept ones in another order. Every few batches the drafter is measured on rollouts of held-out prompts, and the one
+with the best expected acceptance length (not the lowest loss) is the result. The folder::
 
-    config.json, model.safetensors   the best head so far
+    config.json, model.safetensors   the best drafter so far
     README.md                        what it was made from and how often it is accepted
     metrics.jsonl                    a row per measurement
     last/, state.pt                  where an interrupted training goes on; plan.json says with what settings
@@ -13,12 +13,11 @@ the best expected acceptance length (not the lowest loss) is the result. The fol
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,47 +25,25 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from leadout.build.data import EVALUATION_SEED, load_data, sampling_params
+from leadout.build.data import EVALUATION_SEED
 from leadout.build.draft_card import policy_hash, write_card
+from leadout.build.draft_parts import TrainingParts, build_parts
 from leadout.build.draft_plan import DraftPlan, draft_settings
-from leadout.build.drafter import load_head, new_head, spread_prompts
-from leadout.build.generator import make_decoder, make_device, make_generator
 from leadout.build.kept_rollouts import read_rollouts, write_rollouts
-from leadout.build.learner import load_trainable
 from leadout.build.process import prepare_process
-from leadout.build.round_cost import RoundCost, measure_round_costs
-from leadout.config import Data, RolloutSection
 from leadout.errors import CheckpointError, ConfigError
-from leadout.logprob.policy_forward import ForwardSettings, PackedForward
+from leadout.models.cut_layers import copy_tokenizer
 from leadout.models.eagle3 import Eagle3Head
-from leadout.models.eagle3_io import write_eagle3
-from leadout.models.loading import read_config, resolve
-from leadout.models.spec import DecoderSpec
+from leadout.models.eagle3_io import write_speculators
+from leadout.models.loading import resolve
 from leadout.pipeline.folder import write_json, write_text
 from leadout.pipeline.generate import generate
 from leadout.pipeline.requests import make_requests
 from leadout.records import Group, Prompt, SamplingParams
-from leadout.rollout.engine import NativeGenerator
-from leadout.text import TextCodec
 from leadout.train.cotrain import DraftTrainer
+from leadout.train.students import HeadStudent
 
 LENGTH = "draft/expected_acceptance_length"
-_HELD_OUT_EVERY = 10
-_RANKED_PROMPTS = 64
-_PACK = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingParts:
-    """What a training is made of."""
-
-    prompts: list[Prompt]
-    held_out: dict[str, list[Prompt]]
-    generator: NativeGenerator
-    params: SamplingParams
-    forward: PackedForward
-    head: Eagle3Head
-    costs: list[RoundCost]
 
 
 def train_draft(plan: DraftPlan, out: Path, console: Console) -> dict[str, float]:
@@ -81,7 +58,7 @@ def train_draft(plan: DraftPlan, out: Path, console: Console) -> dict[str, float
     fingerprint = plan.fingerprint(policy_hash(path))
     going_on = _open(out, fingerprint)
     parts = build_parts(plan, path, out / "last" if going_on else None)
-    trainer = DraftTrainer(parts.head, draft_settings(plan), temperature=plan.temperature, seed=plan.seed)
+    trainer = DraftTrainer(parts.student, draft_settings(plan), temperature=plan.temperature, seed=plan.seed)
     session = _Session(plan, parts, trainer, out, console, fingerprint)
     if going_on:
         session.restore()
@@ -106,59 +83,6 @@ def _open(out: Path, fingerprint: Mapping[str, Any]) -> bool:
     out.mkdir(parents=True, exist_ok=True)
     write_json(file, dict(fingerprint))
     return False
-
-
-def build_parts(plan: DraftPlan, path: Path, last: Path | None) -> TrainingParts:
-    """Policy, engine, prompts and head; the head comes from `last`, from the plan's `init`, or is new."""
-    spec = DecoderSpec.from_config(read_config(path))
-    codec = TextCodec.from_pretrained(path)
-    prompts, held_out = _prompts(plan, spec, codec)
-    section = RolloutSection(
-        temperature=plan.temperature,
-        max_completion_length=plan.max_completion_length,
-        dtype=plan.dtype,
-        speculative_config=None,
-    )
-    longest = max(len(p.token_ids) for p in [*prompts, *(p for each in held_out.values() for p in each)])
-    max_len = min(spec.max_position_embeddings, longest + plan.max_completion_length)
-    device = make_device("auto")
-    model = load_trainable(path, plan.dtype, device).requires_grad_(False)
-    weights = model.state_dict()
-    decoder = make_decoder(spec, weights, dtype=plan.dtype, max_len=max_len, device=device)
-    if last is not None or plan.init is not None:
-        head = load_head(last or plan.init or "", weights)
-    else:
-        ranked = spread_prompts(prompts, _RANKED_PROMPTS)
-        keep, temperature = codec.eos_token_ids, plan.temperature
-        head = new_head(plan.draft, decoder, weights, ranked, seed=plan.seed, temperature=temperature, keep=keep)
-    forward = ForwardSettings(
-        temperature=plan.temperature, max_completions=_PACK, autocast=plan.dtype == "bfloat16", chunk_size=1024
-    )
-    return TrainingParts(
-        prompts=prompts,
-        held_out=held_out,
-        generator=make_generator(decoder, codec, section, num_rows=plan.batch),
-        params=sampling_params(section, codec, plan.seed),
-        forward=PackedForward(model, forward),
-        head=head.to(device),
-        costs=measure_round_costs(decoder, codec, section, head, prompts[0], num_drafts=plan.num_drafts),
-    )
-
-
-def _prompts(plan: DraftPlan, spec: DecoderSpec, codec: TextCodec) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
-    """Training prompts of all data sets, mixed, and the held-out ones of each."""
-    train: list[Prompt] = []
-    held_out: dict[str, list[Prompt]] = {}
-    context = spec.max_position_embeddings - plan.max_completion_length
-    for name, dataset in plan.data.items():
-        section = Data(overlong="drop", max_prompt_length=context)
-        prompts = load_data(dataset, section, codec, seed=plan.seed, context=context + 1).prompts.prompts
-        if len(prompts) < 2:
-            raise ConfigError(f"data set {name}: expected at least 2 prompts (one is held out), got {len(prompts)}")
-        held_out[name] = list(prompts[::_HELD_OUT_EVERY][: plan.held_out])
-        train += [prompt for index, prompt in enumerate(prompts) if index % _HELD_OUT_EVERY]
-    order = np.random.default_rng(plan.seed).permutation(len(train))
-    return [train[i] for i in order], held_out
 
 
 class _Session:
@@ -247,7 +171,7 @@ class _Session:
         self._trained = trainer.finish_step(forward)
 
     def _measure(self, held_out: Mapping[str, Sequence[Group]]) -> None:
-        """Measure on held-out rollouts, keep the best head, and save where training stands."""
+        """Measure on held-out rollouts, keep the best drafter, and save where training stands."""
         row: dict[str, float] = {
             "rollouts": float(min(self._done * self._plan.batch, self._plan.num_rollouts * self._plan.passes)),
             "seconds/rollout": self._seconds["rollout"],
@@ -259,7 +183,8 @@ class _Session:
         if not all(by_set.values()):
             raise ConfigError("held-out rollouts have fewer than two tokens each; raise the completion length")
         row |= {f"{metric}/{name}": value for name, figures in by_set.items() for metric, value in figures.items()}
-        row |= {m: float(np.mean([f[m] for f in by_set.values()])) for m in next(iter(by_set.values()))}
+        shared = set.intersection(*(set(figures) for figures in by_set.values()))
+        row |= {m: float(np.mean([f[m] for f in by_set.values()])) for m in sorted(shared)}
         for cost in self._parts.costs:
             row[f"speedup/batch_{cost.rows}"] = row[LENGTH] / cost.round_cost
         self._report(row)
@@ -267,7 +192,7 @@ class _Session:
             file.write(json.dumps(row) + "\n")
         if row[LENGTH] > self._best.get(LENGTH, 0.0):
             self._best = row
-            write_eagle3(copy.deepcopy(self._trainer.head).to(torch.bfloat16), self._out)
+            self._write_best()
             write_card(self._out, self._fingerprint, row)
         self._save()
 
@@ -280,8 +205,21 @@ class _Session:
             f"acceptance length {row[LENGTH]:.3f}, by position {' '.join(rates)}, expected speedup {speeds}"
         )
 
+    def _write_best(self) -> None:
+        student = self._trainer.student.frozen_copy()
+        student.module.to(torch.bfloat16)
+        if self._plan.format == "hf":
+            student.save(self._out)
+            if self._plan.method == "small_model":
+                copy_tokenizer(resolve(str(self._plan.init)), self._out)
+            return
+        assert isinstance(student, HeadStudent) and isinstance(student.head, Eagle3Head), "the command line checks it"
+        embedding_PH = self._parts.forward.embedding_VH
+        drafts = self._plan.num_drafts
+        write_speculators(student.head, self._out, embedding_PH, policy=self._plan.model, drafts=drafts)
+
     def _save(self) -> None:
-        write_eagle3(self._trainer.head, self._out / "last")
+        self._trainer.student.save(self._out / "last")
         rows = len((self._out / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
         state = {
             "trainer": self._trainer.state_dict(),

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 
-from leadout.config import Draft, SpeculativeConfig
+from leadout.config import Draft, HeadMethod, SpeculativeConfig
 from leadout.draft_length.source_choice import SourceChoice
 from leadout.drafters.combined import CombinedDrafter
-from leadout.drafters.eagle3 import Eagle3Drafter
+from leadout.drafters.head_drafter import HeadDrafter
 from leadout.drafters.history import HistoryDrafter
 from leadout.drafters.ngram import NgramDrafter
 from leadout.drafters.small_model import SmallModelDrafter
 from leadout.errors import ConfigError, ModelError
 from leadout.interfaces import Drafter
 from leadout.models.decoder import FusedDecoder
+from leadout.models.draft_head import DraftHead
 from leadout.models.draft_vocabulary import rank_vocabulary
-from leadout.models.eagle3 import Eagle3Head, initial_head
-from leadout.models.eagle3_io import read_eagle3
+from leadout.models.eagle3 import initial_head
 from leadout.models.eagle3_spec import Eagle3Spec
+from leadout.models.head_io import read_head
 from leadout.models.loading import iter_weights, read_config, resolve
+from leadout.models.mtp import MtpSpec, initial_mtp_head
 from leadout.models.spec import DecoderSpec
 from leadout.records import Prompt
 from leadout.text import TextCodec
@@ -32,19 +36,27 @@ MAX_DRAFTS = 16
 """Largest draft length that the configuration allows."""
 
 
-def draft_shapes(head: Eagle3Head) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor a drafter update brings."""
-    return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-
-
-def load_head(folder: str | Path, policy: Mapping[str, torch.Tensor]) -> Eagle3Head:
-    """A trained head for this policy. Raises ModelError naming the option when the folder is not one."""
+def load_head(folder: str | Path, policy: Mapping[str, torch.Tensor], method: HeadMethod | None = None) -> DraftHead:
+    """A trained head for this policy. Raises ModelError naming the option when the folder is not one of its kind."""
     path = Path(folder)
     if not path.is_dir():
         raise ModelError(
             f"speculative_config.model: expected the folder of a draft head, got {path}, which is not there"
         )
-    return read_eagle3(path, policy=policy, num_layers=count_layers(policy))
+    head = read_head(path, policy=policy, num_layers=count_layers(policy))
+    if method is not None and head.method != method:
+        raise ModelError(
+            f"speculative_config.model: expected a head for method {method}, got {path} with one for {head.method}; "
+            "name another folder, or the method of this one"
+        )
+    return head
+
+
+def head_method(folder: str) -> HeadMethod:
+    """The kind of a head by its folder. Raises ModelError where there is none."""
+    head = read_head(Path(folder))
+    kinds: tuple[HeadMethod, ...] = get_args(HeadMethod)
+    return next(kind for kind in kinds if kind == head.method)
 
 
 def new_head(
@@ -56,11 +68,14 @@ def new_head(
     seed: int,
     temperature: float,
     keep: Sequence[int],
-) -> Eagle3Head:
+    method: HeadMethod = "eagle3",
+) -> DraftHead:
     """An untrained head. A reduced vocabulary is ranked by what this policy says to some of the prompts.
 
     `keep`: ids that must be in it (the end-of-sequence tokens).
     """
+    if method == "mtp":
+        return _new_mtp_head(decoder.spec, policy, seed)
     spec, size = decoder.spec, draft.vocab_size or decoder.spec.vocab_size
     if size > spec.vocab_size:
         raise ConfigError(f"draft.vocab_size must be at most the policy's {spec.vocab_size}, got {size}")
@@ -82,6 +97,8 @@ def new_head(
         draft_vocab_size=size,
         layer_ids=layers,
         target_hidden_size=spec.hidden_size,
+        # The last row of an embedding is the likeliest to be padding, or a token that is hardly ever said.
+        mask_token_id=spec.vocab_size - 1 if method == "parallel" else None,
     )
     ids = None
     if size < spec.vocab_size:
@@ -89,6 +106,24 @@ def new_head(
             decoder, [prompt.token_ids for prompt in prompts], size, temperature=temperature, seed=seed, keep=keep
         )
     return initial_head(shape, policy, torch.Generator().manual_seed(seed), token_ids_V=ids, init=draft.init)
+
+
+def _new_mtp_head(spec: DecoderSpec, policy: Mapping[str, torch.Tensor], seed: int) -> DraftHead:
+    shape = MtpSpec(
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.intermediate_size,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope=spec.rope,
+        max_position_embeddings=spec.max_position_embeddings,
+        vocab_size=spec.vocab_size,
+        draft_vocab_size=spec.vocab_size,
+        layer_ids=(spec.num_layers,),
+        target_hidden_size=spec.hidden_size,
+    )
+    return initial_mtp_head(shape, policy, torch.Generator().manual_seed(seed))
 
 
 def count_layers(policy: Mapping[str, torch.Tensor]) -> int:
@@ -106,7 +141,7 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
 def make_drafter(
     speculation: SpeculativeConfig,
     decoder: FusedDecoder,
-    head: Eagle3Head | None,
+    head: DraftHead | None,
     codec: TextCodec,
     *,
     num_slots: int,
@@ -121,9 +156,9 @@ def make_drafter(
             device=decoder.device,
         )
     model: Drafter | None = None
-    if speculation.draft_model == "eagle3":
-        assert head is not None, "eagle3 needs a head"
-        model = _eagle3(speculation, decoder, head, num_slots)
+    if speculation.draft_head is not None:
+        assert head is not None, f"{speculation.method} needs a head"
+        model = _head_drafter(speculation, decoder, head, num_slots)
     elif speculation.draft_model == "small_model":
         model = _small_model(speculation, decoder, codec, num_slots)
     if not speculation.looks_back:
@@ -144,12 +179,13 @@ def make_drafter(
     return CombinedDrafter(history, model, choice, device=decoder.device)
 
 
-def _eagle3(speculation: SpeculativeConfig, decoder: FusedDecoder, head: Eagle3Head, num_slots: int) -> Eagle3Drafter:
-    copy = Eagle3Head(head.spec, own_embeddings=head.has_embeddings)
-    copy.load_state_dict(head.state_dict())
-    return Eagle3Drafter(
-        copy,
+def _head_drafter(
+    speculation: SpeculativeConfig, decoder: FusedDecoder, head: DraftHead, num_slots: int
+) -> HeadDrafter:
+    return HeadDrafter(
+        copy.deepcopy(head),
         policy_embedding=lambda: decoder.embedding_VH,
+        policy_logits=decoder.logits,
         num_slots=num_slots,
         max_len=decoder.max_len,
         dtype=decoder.dtype,

@@ -4,30 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from leadout.build.drafter import draft_shapes, make_drafter
+from leadout.build.drafter import make_drafter
 from leadout.config import RolloutSection, SpeculativeConfig
 from leadout.draft_length.controller import DraftLength, FixedLength, GoodputLength
 from leadout.draft_length.costs import CostProfile
 from leadout.drafters.combined import CombinedDrafter
 from leadout.drafters.history import HistoryDrafter
+from leadout.drafters.small_model import SmallModelDrafter
 from leadout.errors import CapacityError, ConfigError
 from leadout.interfaces import Drafter
 from leadout.models.decoder import FusedDecoder
-from leadout.models.eagle3 import Eagle3Head
+from leadout.models.draft_head import DraftHead
 from leadout.models.kv import KVSlots
 from leadout.models.spec import DecoderSpec
-from leadout.records import RefitReport, WeightUpdate
+from leadout.records import DraftSpec, RefitReport, WeightUpdate
 from leadout.refit.apply import receive
 from leadout.rollout.engine import NativeGenerator
 from leadout.rollout.parts import EngineParts
 from leadout.text import TextCodec
+from leadout.train.students import small_model_spec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _SAFETENSORS = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
 _GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearntDraft:
+    """What updates of a drafter that learns must bring."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of every tensor, by its name without ``draft.``."""
+    spec: DraftSpec
+
+    @classmethod
+    def of_head(cls, head: DraftHead) -> Self:
+        """Of a draft head."""
+        return cls(shapes={n: tuple(t.shape) for n, t in head.state_dict().items()}, spec=head.draft_spec())
+
+    @classmethod
+    def of_small_model(cls, drafter: Drafter) -> Self:
+        """Of a small model, alone or behind history."""
+        small = drafter.model if isinstance(drafter, CombinedDrafter) else drafter
+        assert isinstance(small, SmallModelDrafter), "the method drafts with a small model"
+        decoder = small.decoder
+        spec = small_model_spec(decoder.spec.rope, small.vocab_size)
+        return cls(shapes=decoder.expected_shapes(), spec=spec)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,8 +62,8 @@ class UpdateGate:
 
     decoder: FusedDecoder
     drafter: Drafter | None
-    head: Eagle3Head | None
-    """The drafter's head where its weights come with the updates; None where they do not."""
+    learnt: LearntDraft | None
+    """What the drafter's weights must be where they come with the updates; None where they do not."""
     version: int = 0
     draft_version: int = 0
 
@@ -46,14 +72,14 @@ class UpdateGate:
         received = receive(
             update,
             self.decoder.expected_shapes(),
-            None if self.head is None else draft_shapes(self.head),
-            None if self.head is None else self.head.draft_spec(),
+            None if self.learnt is None else self.learnt.shapes,
+            None if self.learnt is None else self.learnt.spec,
             dtype=_SAFETENSORS[self.decoder.dtype],
             held_version=self.version,
             held_draft_version=self.draft_version,
         )
         self.decoder.load(received.policy)
-        if self.head is not None:
+        if self.learnt is not None:
             assert self.drafter is not None
             self.drafter.load(received.draft, update.draft_version)
         self.version, self.draft_version = update.version, update.draft_version
@@ -88,7 +114,7 @@ def make_generator(
     section: RolloutSection,
     *,
     num_rows: int,
-    head: Eagle3Head | None = None,
+    head: DraftHead | None = None,
     learns_draft: bool = False,
 ) -> NativeGenerator:
     """A generator for up to `num_rows` rows at once, fewer where the cache's memory is bounded."""
@@ -97,6 +123,10 @@ def make_generator(
     drafter = None
     if speculation is not None:
         drafter = make_drafter(speculation, decoder, head, codec, num_slots=slots)
+    learnt = None
+    if learns_draft:
+        assert drafter is not None, "only a drafter learns"
+        learnt = LearntDraft.of_small_model(drafter) if head is None else LearntDraft.of_head(head)
     return NativeGenerator(
         EngineParts(
             decoder=decoder,
@@ -111,7 +141,7 @@ def make_generator(
             stop_watch=codec.stop_watch,
         ),
         num_slots=slots,
-        apply_update=UpdateGate(decoder=decoder, drafter=drafter, head=head if learns_draft else None),
+        apply_update=UpdateGate(decoder=decoder, drafter=drafter, learnt=learnt),
     )
 
 

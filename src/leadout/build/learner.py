@@ -11,14 +11,16 @@ from leadout.audit.training import TrainingAuditor
 from leadout.build.generator import DTYPES
 from leadout.config import RunConfig
 from leadout.logprob.policy_forward import ForwardSettings, PackedForward
-from leadout.models.eagle3 import Eagle3Head
-from leadout.models.loading import load_policy
+from leadout.models.draft_head import DraftHead
+from leadout.models.loading import load_policy, read_config, resolve
+from leadout.models.spec import DecoderSpec
 from leadout.records import SamplingParams
 from leadout.refit.publish import weight_update
 from leadout.train.cotrain import DraftTrainer
 from leadout.train.learner import LearnerSettings, LocalLearner
 from leadout.train.loss import LossSettings
 from leadout.train.settings import DraftSettings, OptimizerSettings, UpdateSettings
+from leadout.train.students import DraftStudent, HeadStudent, SmallModelStudent
 
 
 def load_trainable(path: Path, dtype: str, device: torch.device) -> Any:
@@ -46,10 +48,10 @@ def make_learner(
     model: Any,
     path: Path,
     params: SamplingParams,
-    head: Eagle3Head | None,
+    head: DraftHead | None,
     auditor: TrainingAuditor | None,
 ) -> LocalLearner:
-    """The learner of a run; `head` is trained along where the recipe says so."""
+    """The learner of a run; `head`, or the small model of the recipe, is trained along where the recipe says so."""
     if config.train.gradient_checkpointing:
         # transformers checkpoints in training mode only; these families have no dropout to switch on.
         model.train()
@@ -61,9 +63,19 @@ def make_learner(
             load_trainable(path, config.train.dtype, model.device).requires_grad_(False), _forward_settings(config)
         )
     drafter = None
-    if head is not None and config.trains_drafter:
+    if config.trains_drafter:
+        student: DraftStudent
+        if head is not None:
+            student = HeadStudent(head.to(model.device))
+        else:
+            speculation = config.rollout.speculative_config
+            assert speculation is not None and speculation.model is not None, "the section checks it"
+            student = small_student(speculation.model, model, config.train.dtype, _forward_settings(config))
         drafter = DraftTrainer(
-            head.to(model.device), _draft_settings(config), temperature=config.rollout.temperature, seed=config.seed
+            student,
+            _draft_settings(config, is_small=head is None),
+            temperature=config.rollout.temperature,
+            seed=config.seed,
         )
     return LocalLearner(
         PackedForward(model, _forward_settings(config)),
@@ -73,6 +85,14 @@ def make_learner(
         reference=reference,
         auditor=auditor,
     )
+
+
+def small_student(name: str | Path, policy: Any, dtype: str, settings: ForwardSettings) -> SmallModelStudent:
+    """A small model that is distilled on the policy's rollouts, beside the policy and in the learner's type."""
+    path = resolve(str(name))
+    forward = PackedForward(load_trainable(path, dtype, policy.device), settings)
+    rope = DecoderSpec.from_config(read_config(path)).rope
+    return SmallModelStudent(forward, rope, policy_vocab_size=policy.get_output_embeddings().weight.shape[0])
 
 
 def _forward_settings(config: RunConfig) -> ForwardSettings:
@@ -120,11 +140,12 @@ def _settings(config: RunConfig, params: SamplingParams) -> LearnerSettings:
     )
 
 
-def _draft_settings(config: RunConfig) -> DraftSettings:
+def _draft_settings(config: RunConfig, *, is_small: bool) -> DraftSettings:
     draft = config.draft
     return DraftSettings(
         loss_fn=draft.loss_fn,
-        steps=draft.ttt_steps,
+        # What a small model says at a token does not depend on the round: there is nothing to unroll.
+        steps=1 if is_small else draft.ttt_steps,
         decay=draft.ttt_decay,
         learning_rate=draft.learning_rate,
         warmup_steps=draft.warmup_steps,

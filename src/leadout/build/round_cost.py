@@ -13,7 +13,7 @@ from leadout.build.generator import make_generator
 from leadout.config import RolloutSection, SpeculativeConfig
 from leadout.draft_length.controller import FixedLength
 from leadout.models.decoder import FusedDecoder
-from leadout.models.eagle3 import Eagle3Head
+from leadout.models.draft_head import DraftHead
 from leadout.pipeline.generate import generate
 from leadout.pipeline.requests import make_requests
 from leadout.records import Prompt, Request
@@ -37,14 +37,16 @@ def measure_round_costs(
     decoder: FusedDecoder,
     codec: TextCodec,
     section: RolloutSection,
-    head: Eagle3Head,
+    head: DraftHead | None,
     prompt: Prompt,
     *,
-    num_drafts: int,
+    speculation: SpeculativeConfig,
     rows: tuple[int, ...] = (1, 8),
 ) -> list[RoundCost]:
-    """Time plain steps and rounds in turn; weights do not matter, so an untrained head gives the costs of a trained."""
-    speculation = SpeculativeConfig(num_speculative_tokens=num_drafts)
+    """Time plain steps and rounds in turn; weights do not matter, so an untrained head gives the costs of a trained.
+
+    `speculation`: method, model and k of the rounds; `head` where the method has one.
+    """
     section = section.model_copy(update={"speculative_config": speculation})
     costs = []
     for count in rows:

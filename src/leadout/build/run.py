@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from leadout.build.data import EVALUATION_SEED, LoadedData, load_data, make_scorer, sampling_params
+from leadout.build.data import EVALUATION_SEED, LoadedData, make_scorer, sampling_params
 from leadout.build.drafter import load_head, new_head, spread_prompts
 from leadout.build.generator import make_decoder, make_device, make_draft_length, make_generator
+from leadout.build.inputs import Inputs, load_inputs
 from leadout.build.learner import load_trainable, make_auditor, make_learner
 from leadout.build.process import prepare_process
 from leadout.build.resume import accept_changes
@@ -24,10 +25,9 @@ from leadout.errors import LeadoutError
 from leadout.interfaces import Stateful
 from leadout.metrics import read_rows
 from leadout.models.decoder import FusedDecoder
-from leadout.models.eagle3 import Eagle3Head
-from leadout.models.eagle3_io import write_eagle3
-from leadout.models.loading import read_config, resolve
-from leadout.models.spec import DecoderSpec
+from leadout.models.draft_head import DraftHead
+from leadout.models.head_io import write_head
+from leadout.models.mtp_io import has_mtp
 from leadout.pipeline.closing import CASES, Case, close_run
 from leadout.pipeline.closing_table import print_closing
 from leadout.pipeline.evaluate import Evaluation
@@ -37,10 +37,8 @@ from leadout.pipeline.requests import DrawCounter
 from leadout.pipeline.run import Run
 from leadout.pipeline.synchronous import FinishedStep, SynchronousPipeline
 from leadout.recipe import dump
-from leadout.records import SamplingParams
 from leadout.report.page import write_report
 from leadout.rollout.engine import NativeGenerator
-from leadout.text import TextCodec
 
 logger = logging.getLogger(__name__)
 
@@ -82,52 +80,6 @@ class RunParts:
     generator: NativeGenerator
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What a recipe names, loaded and checked, before any large object is made."""
-
-    path: Path
-    spec: DecoderSpec
-    codec: TextCodec
-    data: LoadedData
-    held_out: LoadedData | None
-    params: SamplingParams
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt of all sets."""
-        return max(self.data.longest, 0 if self.held_out is None else self.held_out.longest)
-
-
-def load_inputs(config: RunConfig, console: Console) -> Inputs:
-    """Model folder, tokenizer, prompts and sampling of a recipe."""
-    path = resolve(config.model, progress=console.print)
-    spec = DecoderSpec.from_config(read_config(path))
-    codec = TextCodec.from_pretrained(path if config.tokenizer is None else resolve(config.tokenizer))
-    context = config.rollout.max_model_len or spec.max_position_embeddings
-    data = load_data(config.data.train, config.data, codec, seed=config.seed, context=context)
-    held_out = None
-    if config.data.eval is not None and config.eval.every:
-        held_out = load_data(
-            config.data.eval,
-            config.data,
-            codec,
-            seed=config.seed + EVALUATION_SEED,
-            context=context,
-            setting="data.eval.path",
-        )
-    dropped = data.prompts.num_dropped + (0 if held_out is None else held_out.prompts.num_dropped)
-    if dropped:
-        console.print(f"{dropped} prompts were too long and left out (data.overlong: drop)")
-    params = sampling_params(config.rollout, codec, config.seed)
-    if params.has_filters or params.has_penalties:
-        logger.warning(
-            "rollouts are drawn with filters or penalties, but trained on as draws from softmax(logits / temperature): "
-            "the gradient is biased; set top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1 to avoid it"
-        )
-    return Inputs(path=path, spec=spec, codec=codec, data=data, held_out=held_out, params=params)
-
-
 def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> RunParts:
     """Build every object of a run; the folder is created last, so that a bad recipe leaves nothing behind."""
     prepare_process(config.threads)
@@ -167,6 +119,7 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
         num_generations=config.rollout.num_generations,
         clock=Clock(on_enter=progress.enter_stage),
         draws=DrawCounter(),
+        frozen_drafter=_drafts_with_a_model(config) and not config.trains_drafter,
     )
     stateful: dict[str, Stateful] = {"generator": generator}
     if auditor is not None:
@@ -175,12 +128,12 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
     return RunParts(run=run, generator=generator)
 
 
-def _write_start(head: Eagle3Head | None, folder: RunFolder) -> None:
+def _write_start(head: DraftHead | None, folder: RunFolder) -> None:
     """Keep the head the run starts from; a folder that cannot hold it is not left behind."""
     if head is None:
         return
     try:
-        write_eagle3(head, folder.path / _DRAFT_START)
+        write_head(head, folder.path / _DRAFT_START)
     except (LeadoutError, OSError):
         folder.discard_if_unused()
         raise
@@ -248,15 +201,18 @@ def _make_head(
     weights: Mapping[str, torch.Tensor],
     inputs: Inputs,
     folder: RunFolder | None,
-) -> Eagle3Head | None:
-    """The EAGLE-3 head a run starts from: the recipe's, the one an earlier start made, or a new one."""
+) -> DraftHead | None:
+    """The head a run starts from: the recipe's, the one an earlier start made, the policy's own, or a new one."""
     speculation = config.rollout.speculative_config
-    if speculation is None or speculation.draft_model != "eagle3":
+    if speculation is None or speculation.draft_head is None:
         return None
+    method = speculation.draft_head
     if speculation.model is not None:
-        return load_head(speculation.model, weights)
+        return load_head(speculation.model, weights, method)
     if folder is not None and (folder.path / _DRAFT_START / "config.json").is_file():
-        return load_head(folder.path / _DRAFT_START, weights)
+        return load_head(folder.path / _DRAFT_START, weights, method)
+    if method == "mtp" and has_mtp(inputs.path):
+        return load_head(inputs.path, weights, method)
     return new_head(
         config.draft,
         decoder,
@@ -265,6 +221,7 @@ def _make_head(
         seed=config.seed,
         temperature=config.rollout.temperature,
         keep=inputs.codec.eos_token_ids,
+        method=method,
     )
 
 
@@ -277,6 +234,11 @@ def _evaluation(config: RunConfig, inputs: Inputs, held_out: LoadedData, generat
         params=sampling_params(section, inputs.codec, config.seed + EVALUATION_SEED),
         num_generations=config.eval.num_generations,
     )
+
+
+def _drafts_with_a_model(config: RunConfig) -> bool:
+    speculation = config.rollout.speculative_config
+    return speculation is not None and speculation.draft_model is not None
 
 
 def _row_length(config: RunConfig, inputs: Inputs) -> int:

@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     from leadout.build.audit import AuditOptions
 
 _Method = Literal[
-    "noisy_policy", "eagle3", "ngram", "history", "small_model", "history+eagle3", "history+small_model", "none"
+    "noisy_policy",
+    "eagle3",
+    "parallel",
+    "mtp",
+    "ngram",
+    "history",
+    "small_model",
+    "history+eagle3",
+    "history+parallel",
+    "history+mtp",
+    "history+small_model",
+    "none",
 ]
 
 
@@ -26,7 +37,7 @@ def audit(
     method: Annotated[
         _Method | None, typer.Option(help="Drafter; noisy_policy is accepted often at every position.")
     ] = None,
-    draft: Annotated[str | None, typer.Option(metavar="DIR", help="A draft head (then --method is eagle3).")] = None,
+    draft: Annotated[str | None, typer.Option(metavar="DIR", help="A draft head (then --method is its kind).")] = None,
     backend: Annotated[Literal["native"], typer.Option(help="The generator under test.")] = "native",
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Smallest set reaching this probability.")] = None,
@@ -68,10 +79,11 @@ def audit(
         seed=seed,
     )
     from leadout.build.audit import AuditOptions
+    from leadout.build.drafter import head_method
 
     options = AuditOptions(
         model=model,
-        method=method or ("eagle3" if draft is not None else "noisy_policy"),
+        method=method or ("noisy_policy" if draft is None else head_method(draft)),
         draft=draft,
         num_drafts=k,
         tokens=tokens,
@@ -84,7 +96,7 @@ def audit(
 
 def _check_files(method: str | None, draft: str | None, path: Path | None) -> None:
     """Before the work, not after it."""
-    if draft is not None and method is not None and not method.endswith(("eagle3", "small_model")):
+    if draft is not None and method in ("noisy_policy", "ngram", "history", "none"):
         raise ConfigError(f"--method {method} drafts without a model, got --draft {draft}; leave one of them out")
     check_target(path, "--json")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import ValidationError
@@ -11,6 +11,9 @@ from pydantic import ValidationError
 from leadout.cli.options import finite
 from leadout.config import Dataset, Draft
 from leadout.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from leadout.build.draft_plan import DraftPlan
 
 draft = typer.Typer(name="draft", help="Drafters: cut one from the policy, train one offline, check one.")
 
@@ -97,8 +100,11 @@ def train(
         typer.Option(metavar="DATA", help="FILE, FILE@PROMPT_KEY, a task, or hub:ID; repeat to mix several."),
     ],
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of the head; an interrupted training goes on there.")
+        Path, typer.Option(metavar="DIR", help="Folder of the drafter; an interrupted training goes on there.")
     ],
+    method: Annotated[
+        Literal["eagle3", "parallel", "mtp", "small_model"], typer.Option(help="What is trained.")
+    ] = "eagle3",
     rollouts: Annotated[int, typer.Option(min=1, help="Rollouts to generate.")] = 2048,
     passes: Annotated[int, typer.Option(min=1, help="Times that each is learnt from.")] = 2,
     max_completion_length: Annotated[int, typer.Option(min=2, help="Tokens per rollout.")] = 96,
@@ -108,26 +114,24 @@ def train(
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Draft vocabulary; the policy's by default.")] = None,
     loss_fn: Annotated[str, typer.Option(help="ce, kl, tv, lk or a sum such as ce+tv.")] = "ce",
     ttt_steps: Annotated[int, typer.Option(min=1, max=8, help="Unrolled steps.")] = 3,
-    learning_rate: Annotated[float, typer.Option(callback=finite, help="Of the head.")] = 1e-3,
+    learning_rate: Annotated[float, typer.Option(callback=finite, help="Of the drafter.")] = 1e-3,
     drafts: Annotated[int, typer.Option(min=1, max=8, help="Drafts of a round that are measured.")] = 3,
     held_out: Annotated[int, typer.Option(min=1, help="Most held-out prompts of each data set.")] = 48,
     measure_every: Annotated[int, typer.Option(min=1, help="Batches between measurements.")] = 4,
-    start: Annotated[Path | None, typer.Option(metavar="DIR", help="A head to go on from.")] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts, rollouts and the head's start.")] = 0,
+    start: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A drafter to go on from; a small model must be named.")
+    ] = None,
+    form: Annotated[
+        Literal["hf", "speculators"], typer.Option("--format", help="Form of the folder (eagle3, parallel).")
+    ] = "hf",
+    seed: Annotated[int, typer.Option(help="Of prompts, rollouts and the drafter's start.")] = 0,
 ) -> None:
-    """Train an EAGLE-3 head on the policy's own rollouts; keeps the best by held-out acceptance.
+    """Train a drafter on the policy's own rollouts; keeps the best by held-out acceptance.
 
     Example: leadout draft train --model smollm2-135m --data arithmetic --out drafts/mine --vocab-size 8192
     """
     from leadout.build.draft_plan import DraftPlan
-    from leadout.build.draft_training import LENGTH, train_draft
-    from leadout.build.run import make_console
-    from leadout.recipe.problems import first_problem
 
-    try:
-        section = Draft(vocab_size=vocab_size, loss_fn=loss_fn, ttt_steps=ttt_steps, learning_rate=learning_rate)
-    except ValidationError as error:
-        raise ConfigError(first_problem(error)) from error
     plan = DraftPlan(
         model=model,
         data=dict(_dataset(text) for text in data),
@@ -138,13 +142,35 @@ def train(
         max_completion_length=max_completion_length,
         temperature=temperature,
         num_drafts=drafts,
-        draft=section,
+        method=method,
+        draft=_section(vocab_size=vocab_size, loss_fn=loss_fn, ttt_steps=ttt_steps, learning_rate=learning_rate),
         init=start,
+        format=form,
         seed=seed,
     )
+    _carry_out(plan, out)
+
+
+def _section(**options: Any) -> Draft:
+    from leadout.recipe.problems import first_problem
+
+    try:
+        return Draft(**options)
+    except ValidationError as error:
+        raise ConfigError(first_problem(error)) from error
+
+
+def _carry_out(plan: DraftPlan, out: Path) -> None:
+    from leadout.build.draft_training import LENGTH, train_draft
+    from leadout.build.run import make_console
+
     best = train_draft(plan, out, make_console())
     typer.echo(f"best: acceptance length {best[LENGTH]:.3f} after {best['rollouts']:.0f} rollouts, in {out}")
-    typer.echo(f"\nNext: leadout train RECIPE rollout.speculative_config.model={out}", err=True)
+    typer.echo(
+        f"\nNext: leadout train RECIPE rollout.speculative_config.method={plan.method} "
+        f"rollout.speculative_config.model={out}",
+        err=True,
+    )
 
 
 def _dataset(text: str) -> tuple[str, Dataset]:

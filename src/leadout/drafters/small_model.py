@@ -80,6 +80,11 @@ class SmallModelDrafter:
         return ()
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens it can draft: those that both vocabularies have."""
+        return self._vocab_size
+
+    @property
     def point_mass(self) -> bool:
         """Whether drafts are greedy."""
         return self._greedy

@@ -97,13 +97,7 @@ class PackedForward:
         `auditor` is shown the logits before temperature of every rollout that it selects.
         """
         response_R = batch.response_R
-        with self._captured(taps) as captured, self._autocast():
-            if self.shared:
-                hidden_TH = self._shared(batch)
-                hidden_RH = hidden_TH[batch.previous_T[response_R]]
-                taps_TF = torch.cat([captured[layer][0] for layer in taps], dim=-1) if taps else None
-            else:
-                hidden_RH, taps_TF = self._unshared(batch, taps, captured)
+        hidden_RH, taps_TF = self._states(batch, taps)
         watch = None if auditor is None else _AuditFeed(batch, auditor)
         out = token_logprobs(
             hidden_RH,
@@ -123,6 +117,10 @@ class PackedForward:
             taps_TF=taps_TF,
         )
 
+    def response_states(self, batch: TrainBatch) -> Tensor:
+        """The last hidden state that each response token is drawn from, [R, H]; gradients flow where autograd is on."""
+        return self._states(batch, ())[0]
+
     def head_rows(self, token_ids_V: Tensor | None) -> Tensor:
         """Rows of the output matrix, detached."""
         weight_VH: Tensor = self.head.weight.detach()
@@ -131,6 +129,15 @@ class PackedForward:
     def _autocast(self) -> torch.autocast:
         enabled = self.settings.autocast and self.dtype is torch.float32
         return torch.autocast(self.head.weight.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+    def _states(self, batch: TrainBatch, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """States of the response tokens, and the tapped ones of all."""
+        with self._captured(taps) as captured, self._autocast():
+            if not self.shared:
+                return self._unshared(batch, taps, captured)
+            hidden_TH = self._shared(batch)
+            taps_TF = torch.cat([captured[layer][0] for layer in taps], dim=-1) if taps else None
+            return hidden_TH[batch.previous_T[batch.response_R]], taps_TF
 
     def _shared(self, batch: TrainBatch) -> Tensor:
         out: Tensor = self.decoder(

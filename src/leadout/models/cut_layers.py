@@ -22,6 +22,7 @@ from leadout.models.spec import DecoderSpec
 from leadout.models.weights import check_tensors
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_OWN_FILES = {"config.json", "README.md"}
 _NOT_COPIED = {".safetensors", ".bin", ".gguf", ".pt", ".h5", ".msgpack"}
 
 
@@ -58,6 +59,14 @@ def cut_tensors(tensors: Mapping[str, torch.Tensor], layers: Sequence[int]) -> d
     return kept
 
 
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Everything of a model folder but weights and config."""
+    for file in sorted(source.iterdir()):
+        is_weights = file.suffix in _NOT_COPIED or file.name.endswith(".index.json")
+        if file.is_file() and not is_weights and file.name not in _OWN_FILES:
+            shutil.copyfile(file, target / file.name)
+
+
 def write_cut_model(policy: Path, layers: Sequence[int], folder: Path) -> DecoderSpec:
     """Write the cut model beside the policy's tokenizer files; the folder appears whole or not at all.
 
@@ -77,10 +86,7 @@ def write_cut_model(policy: Path, layers: Sequence[int], folder: Path) -> Decode
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    for file in sorted(policy.iterdir()):
-        is_weights = file.suffix in _NOT_COPIED or file.name.endswith(".index.json")
-        if file.is_file() and not is_weights and file.name != "config.json":
-            shutil.copyfile(file, temporary / file.name)
+    copy_tokenizer(policy, temporary)
     save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors", {"format": "pt"})
     (temporary / "config.json").write_text(json.dumps(cut, indent=2) + "\n", encoding="utf-8")
     if folder.exists():

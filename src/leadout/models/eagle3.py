@@ -1,70 +1,26 @@
-"""The EAGLE-3 draft head: one Llama-style layer that guesses the policy's next tokens from its inner states.
+"""The EAGLE-3 draft head, and its sibling that drafts all tokens in one pass.
 
-Learner and engine both use this module: the learner trains it (`leadout.train.cotrain`), the engine reads the same
-parameters by name for its cached steps. The layout is the published one (EAGLE-3, arXiv 2503.01840; tensors as in
-`LlamaForCausalLMEagle3` checkpoints).
+The layout is the published one (EAGLE-3, arXiv 2503.01840; tensors as in `LlamaForCausalLMEagle3` checkpoints). Deeper
+in a draft an entry carries the head's own output of the entry before. In the parallel head (P-EAGLE, the layout that
+vLLM calls parallel drafting) it carries a learnt state and a learnt embedding in place of what is not known yet, so
+that no draft waits for the one before.
 
-Entries. Entry j joins the feature of the token before, f_{j-1}, with the embedding of token x_j and predicts x_{j+1}.
-Its rotary position is j-1, the position of its feature. The feature is `fuse` of the tapped policy layers where the
-policy has seen x_{j-1}; deeper in a draft it is the head's own output of the entry before.
-
-Axes: N entries (any leading axes), F concatenated taps, H head width, E 2H, Q query heads, G key-value heads,
-D head dimension, V draft vocabulary.
+Axes: N entries (any leading axes), F concatenated taps, H head width, E 2H, V draft vocabulary.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from leadout.errors import ModelError
+from leadout.models.draft_head import Attention, DraftHead, Entry, GatedMLP, RMSNorm, linear
 from leadout.models.eagle3_spec import Eagle3Spec as Eagle3Spec
-from leadout.records import DraftSpec
 
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the root mean square taken in at least float32 (arXiv 1910.07467)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x_NH: Tensor) -> Tensor:
-        """Same shape and dtype as the input."""
-        wide_NH = x_NH.to(torch.promote_types(x_NH.dtype, torch.float32))
-        scale_N1 = torch.rsqrt(wide_NH.square().mean(-1, keepdim=True) + self.eps)
-        return (wide_NH * scale_N1).to(x_NH.dtype) * self.weight.to(x_NH.dtype)
-
-
-def _linear(size_in: int, size_out: int) -> nn.Linear:
-    return nn.Linear(size_in, size_out, bias=False)
-
-
-class _Attention(nn.Module):
-    def __init__(self, spec: Eagle3Spec) -> None:
-        super().__init__()
-        self.q_proj = _linear(2 * spec.hidden_size, spec.num_heads * spec.head_dim)
-        self.k_proj = _linear(2 * spec.hidden_size, spec.num_kv_heads * spec.head_dim)
-        self.v_proj = _linear(2 * spec.hidden_size, spec.num_kv_heads * spec.head_dim)
-        self.o_proj = _linear(spec.num_heads * spec.head_dim, spec.hidden_size)
-
-
-class _MLP(nn.Module):
-    def __init__(self, spec: Eagle3Spec) -> None:
-        super().__init__()
-        self.gate_proj = _linear(spec.hidden_size, spec.intermediate_size)
-        self.up_proj = _linear(spec.hidden_size, spec.intermediate_size)
-        self.down_proj = _linear(spec.intermediate_size, spec.hidden_size)
-
-    def forward(self, x_NH: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x_NH)) * self.up_proj(x_NH))
-        return out
+_SOME_ROWS = 8
 
 
 class _Layer(nn.Module):
@@ -72,36 +28,26 @@ class _Layer(nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = _Attention(spec)
+        self.self_attn = Attention(spec, 2 * spec.hidden_size)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = _MLP(spec)
+        self.mlp = GatedMLP(spec)
 
 
-class Entry(NamedTuple):
-    """What the layer's attention input gives: the input itself and where its residual starts."""
+class Eagle3Head(DraftHead):
+    """The draft head. Its `state_dict` has the published tensor names."""
 
-    input_NE: Tensor
-    """Normed embedding and normed feature side by side."""
-    residual_NH: Tensor
-
-
-class Eagle3Head(nn.Module):
-    """The draft head. Its `state_dict` has the published tensor names.
-
-    A forward pass is `fuse` -> `entry` -> `queries` / `keys_values` -> attention (the caller's) -> `complete` ->
-    `logits`; the caller owns attention since training, cached drafting and prefill see different keys.
-    """
-
+    method: ClassVar[str] = "eagle3"
+    spec: Eagle3Spec
     d2t: Tensor | None
     t2d: Tensor | None
 
     def __init__(self, spec: Eagle3Spec, *, own_embeddings: bool = False) -> None:
         super().__init__()
         self.spec = spec
-        self.fc = _linear(spec.fused_size, spec.hidden_size)
+        self.fc = linear(spec.fused_size, spec.hidden_size)
         self.midlayer = _Layer(spec)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.lm_head = _linear(spec.hidden_size, spec.draft_vocab_size)
+        self.lm_head = linear(spec.hidden_size, spec.draft_vocab_size)
         if spec.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(spec.target_hidden_size, spec.rms_norm_eps) for _ in spec.layer_ids)
         if spec.norm_before_fc:
@@ -121,9 +67,9 @@ class Eagle3Head(nn.Module):
             self.d2t = self.t2d = None
 
     @property
-    def has_embeddings(self) -> bool:
-        """Whether it carries its own `embed_tokens` (frozen) in place of the policy's."""
-        return "embed_tokens" in self._modules
+    def layer(self) -> Any:
+        """The layer."""
+        return self.midlayer
 
     def draft_token_ids(self) -> Tensor | None:
         """Policy id of each draft id, i64[V] (`d2t` holds offsets: id + d2t[id]); None for the identity."""
@@ -144,86 +90,64 @@ class Eagle3Head(nn.Module):
         self.t2d.zero_()
         self.t2d[token_ids_V] = True
 
-    def draft_spec(self) -> DraftSpec:
-        """What a generator holds against every weight update."""
-        token_ids = self.draft_token_ids()
-        crc = 0 if token_ids is None else zlib.crc32(token_ids.cpu().numpy().tobytes())
-        return DraftSpec(
-            method="eagle3",
-            layer_ids=self.spec.layer_ids,
-            vocab_size=self.spec.draft_vocab_size,
-            vocab_map_crc32=crc,
-            rope=self.spec.rope.text,
-        )
-
-    def embed(self, token_ids_N: Tensor, policy_embedding_VH: Tensor) -> Tensor:
-        """Token embeddings [N, H], its own if it has them; never a path for gradients."""
-        table = self.embed_tokens.weight if self.has_embeddings else policy_embedding_VH
-        return F.embedding(token_ids_N, table.detach())
-
-    def fuse(self, taps_NF: Tensor) -> Tensor:
-        """Features [N, H] of tapped policy states, concatenated in the order of `layer_ids`."""
+    def before_fuse(self, taps_NF: Tensor) -> Tensor:
+        """The norms of the config."""
         if self.spec.fc_norm:
             parts = taps_NF.chunk(len(self.spec.layer_ids), dim=-1)
-            taps_NF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+            return torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         if self.spec.norm_before_fc:
-            taps_NF = self.input_norm(taps_NF)
-        features_NH: Tensor = self.fc(taps_NF)
-        return features_NH
+            normed_NF: Tensor = self.input_norm(taps_NF)
+            return normed_NF
+        return taps_NF
+
+    @property
+    def fuse_matrix(self) -> nn.Linear | None:
+        """`fc`."""
+        return self.fc
 
     def entry(self, features_NH: Tensor, embeddings_NH: Tensor) -> Entry:
-        """Join the feature of each token's predecessor with the token's embedding."""
+        """Normed embedding and normed feature side by side."""
         normed_NH = self.midlayer.hidden_norm(features_NH)
         embedded_NH = self.midlayer.input_layernorm(embeddings_NH.to(features_NH.dtype))
         residual_NH = normed_NH if self.spec.norm_before_residual else features_NH
         return Entry(torch.cat([embedded_NH, normed_NH], dim=-1), residual_NH)
 
-    def queries(self, input_NE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotated queries [N, Q, D]."""
-        query_N: Tensor = self.midlayer.self_attn.q_proj(input_NE)
-        return rotate(_heads(query_N, self.spec.num_heads), rotary)
+    def deeper(self, hidden_NH: Tensor, embeddings_NH: Tensor) -> Entry:
+        """The output before the final norm is the next feature."""
+        return self.entry(hidden_NH, embeddings_NH)
 
-    def keys_values(self, input_NE: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values, both [N, G, D]."""
-        heads = self.spec.num_kv_heads
-        key_N: Tensor = self.midlayer.self_attn.k_proj(input_NE)
-        value_N: Tensor = self.midlayer.self_attn.v_proj(input_NE)
-        return rotate(_heads(key_N, heads), rotary), _heads(value_N, heads)
+    def final(self, hidden_NH: Tensor) -> Tensor:
+        """The final norm."""
+        normed_NH: Tensor = self.norm(hidden_NH)
+        return normed_NH
 
-    def complete(self, attended_NQD: Tensor, residual_NH: Tensor) -> Tensor:
-        """The layer after attention: its output before the final norm [N, H], the next draft step's feature."""
-        layer = self.midlayer
-        hidden_NH = residual_NH + layer.self_attn.o_proj(attended_NQD.flatten(-2))
-        out_NH: Tensor = hidden_NH + layer.mlp(layer.post_attention_layernorm(hidden_NH))
-        return out_NH
-
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        """Draft logits [N, V] of `complete`'s output."""
-        logits_NV: Tensor = self.lm_head(self.norm(hidden_NH))
-        return logits_NV
-
-    def rotary(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [N, D], computed for any position: there is no table to run out of.
-
-        Angles are float32 whatever the head's dtype, as the policy's own are.
-        """
-        rope = self.spec.rope
-        frequencies = rope.inverse_frequencies().to(positions_N.device)
-        angles_ND = positions_N[..., None].float() * frequencies
-        angles_ND = torch.cat([angles_ND, angles_ND], dim=-1)
-        dtype = torch.promote_types(self.fc.weight.dtype, torch.float32)
-        return (angles_ND.cos() * rope.attention_factor).to(dtype), (angles_ND.sin() * rope.attention_factor).to(dtype)
+    def output_rows(self, policy_rows_VH: Tensor | None) -> Tensor:
+        """Its own."""
+        return self.lm_head.weight
 
 
-def _heads(x_N: Tensor, heads: int) -> Tensor:
-    return x_N.view(*x_N.shape[:-1], heads, x_N.shape[-1] // heads)
+class ParallelHead(Eagle3Head):
+    """The head that drafts in one pass: entries past the newest token carry `mask_hidden` and `mask_embedding`."""
+
+    method: ClassVar[str] = "parallel"
+    parallel: ClassVar[bool] = True
+
+    def __init__(self, spec: Eagle3Spec, *, own_embeddings: bool = False) -> None:
+        super().__init__(spec, own_embeddings=own_embeddings)
+        self.mask_hidden = nn.Parameter(torch.zeros(1, spec.fused_size))
+        self.mask_embedding = nn.Parameter(torch.zeros(1, spec.hidden_size))
+
+    def deeper(self, hidden_NH: Tensor, embeddings_NH: Tensor) -> Entry:
+        """What is not known yet, whatever came before."""
+        # A product with one row is a matrix-vector product, whose rounding depends on where the memory lies.
+        feature_NH = self.fuse(self.mask_hidden.expand(_SOME_ROWS, -1))[:1].expand(hidden_NH.shape)
+        return self.entry(feature_NH, self.mask_embedding.expand(embeddings_NH.shape))
 
 
-def rotate(x_NGD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding in Llama's half-split layout; keeps the input's dtype."""
-    cos_N1D, sin_N1D = (part.unsqueeze(-2).to(x_NGD.dtype) for part in rotary)
-    first, second = x_NGD.chunk(2, dim=-1)
-    return x_NGD * cos_N1D + torch.cat([-second, first], dim=-1) * sin_N1D
+def make_head(spec: Eagle3Spec, *, own_embeddings: bool = False) -> Eagle3Head:
+    """The head that a spec describes."""
+    kind = Eagle3Head if spec.mask_token_id is None else ParallelHead
+    return kind(spec, own_embeddings=own_embeddings)
 
 
 Init = Literal["policy", "random"]
@@ -258,7 +182,7 @@ def initial_head(
             f"draft head: expected a draft vocabulary exactly when draft_vocab_size ({spec.draft_vocab_size}) is below "
             f"vocab_size ({spec.vocab_size}), got {'none' if token_ids_V is None else 'one'}"
         )
-    head = Eagle3Head(spec)
+    head = make_head(spec)
     if token_ids_V is not None:
         head.set_draft_vocabulary(token_ids_V)
     with torch.no_grad():

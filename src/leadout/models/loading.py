@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,20 @@ import torch
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.utils import logging as transformers_logging
 
 from leadout.errors import ModelError
 from leadout.models.aliases import ALIASES, Progress, fetch
+from leadout.models.spec import as_known_family
 from leadout.models.weights import is_finite, shortened
 from leadout.text import checked_token_ids
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _LOOKUP_SECONDS = 10.0
+
+MTP_PREFIX = "model.mtp_layers."
+"""Begins the names of a checkpoint's heads for later tokens (MiMo's layout)."""
 
 
 def resolve(name: str, *, progress: Progress | None = None) -> Path:
@@ -127,10 +131,21 @@ def _read_json(file: Path) -> dict[str, Any]:
 def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a model folder's safetensors, one file after another (one file, or shards with an index).
 
+    Heads for later tokens that came along (`model.mtp_layers.*`) are left out: `iter_mtp_weights` has them.
+
     Raises:
         ModelError: no safetensors, a missing shard, a damaged file, or numbers that are not finite.
 
     """
+    return _iter_weights(path, lambda name: not name.startswith(MTP_PREFIX))
+
+
+def iter_mtp_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that `iter_weights` leaves out; raises as it does."""
+    return _iter_weights(path, lambda name: name.startswith(MTP_PREFIX))
+
+
+def _iter_weights(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
     files = _weight_files(path)
     if not files:
         raise ModelError(f"expected model.safetensors (or shards with an index) in {path}, found none")
@@ -139,7 +154,7 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             with safe_open(file, framework="pt") as reader:
                 for name in reader.keys():  # noqa: SIM118 (not a mapping)
                     # Old Llama checkpoints store the rotary frequencies, which follow from the config.
-                    if not name.endswith(".rotary_emb.inv_freq"):
+                    if wanted(name) and not name.endswith(".rotary_emb.inv_freq"):
                         yield name, _checked(reader.get_tensor(name), name, path)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read {file}: {_first_line(error)}; the file is missing or damaged") from error
@@ -165,11 +180,14 @@ def load_policy(path: Path, dtype: torch.dtype) -> Any:
             of another shape or unknown (the head of a tied model may be left out), or a number is not finite.
 
     """
-    read_config(path)
+    config = read_config(path)
+    known = as_known_family(config)
     try:
+        own_config: dict[str, Any] = {} if known is config else {"config": Qwen2Config.from_dict(dict(known))}
         with _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 path,
+                **own_config,
                 dtype=dtype,
                 attn_implementation="sdpa",
                 local_files_only=True,
@@ -194,7 +212,11 @@ def _check_loaded(info: Mapping[str, Any], path: Path) -> None:
     """transformers fills what a checkpoint lacks with random numbers and only warns of it."""
     missing = sorted(info["missing_keys"])
     misshapen = sorted(f"{name} {tuple(found)} for {tuple(wanted)}" for name, found, wanted in info["mismatched_keys"])
-    unexpected = sorted(name for name in info["unexpected_keys"] if not name.endswith(".rotary_emb.inv_freq"))
+    unexpected = sorted(
+        name
+        for name in info["unexpected_keys"]
+        if not name.endswith(".rotary_emb.inv_freq") and not name.startswith(MTP_PREFIX)
+    )
     if missing or misshapen or unexpected:
         parts = (("missing", missing), ("of another shape", misshapen), ("unexpected", unexpected))
         raise ModelError(

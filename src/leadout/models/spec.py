@@ -37,7 +37,7 @@ _HARMLESS = _names(
     "return_dict return_dict_in_generate rope_interleaved sep_token_id task_specific_params tokenizer_class",
     "torch_dtype torchscript transformers.js_config transformers_version unk_token_id use_cache use_bfloat16",
     "use_mrope _commit_hash _experts_implementation_internal experts_implementation use_return_dict do_sample",
-    "temperature top_k top_p attention_dropout unsloth_version unsloth_fixed",
+    "temperature top_k top_p attention_dropout unsloth_version unsloth_fixed num_nextn_predict_layers",
 )
 """Fields that do not touch the logits of a forward pass without dropout."""
 
@@ -99,6 +99,7 @@ class DecoderSpec:
             ModelError: another family, or a field that would change the forward pass in a way the decoder lacks.
 
         """
+        config = as_known_family(config)
         family = str(config.get("model_type"))
         if family not in FAMILIES:
             raise ModelError(
@@ -164,6 +165,15 @@ class DecoderSpec:
                 f"expected at most {self.sliding_window} tokens of context (sliding_window), got {max_len}; "
                 "shorten prompts or completions, or use the vLLM backend"
             )
+
+
+def as_known_family(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a MiMo model as the Qwen2 config that it is, without its multi-token head; others as they are."""
+    if config.get("model_type") != "mimo":
+        return config
+    dropped = ("auto_map", "num_nextn_predict_layers", "attention_bias")
+    kept = {name: value for name, value in config.items() if name not in dropped}
+    return kept | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 
 
 def _refuse_unknown(config: Mapping[str, Any]) -> None:

@@ -80,6 +80,7 @@ class Progress:
         self._live: Live | None = None
         self._bars = Text()
         self._next_step = 1
+        self._alarmed = False
 
     def start(self, first_step: int) -> None:
         """The run begins with this step."""
@@ -99,6 +100,10 @@ class Progress:
         self._next_step = report.step + 1
         self._bars = stage_bars(report.seconds)
         self.message(describe_step(report, self._max_steps))
+        alarm = report.metrics.get("spec/alarm")
+        if alarm is not None and not self._alarmed:
+            self.message(f"warning: {alarm}")
+        self._alarmed = alarm is not None
 
     def message(self, text: str) -> None:
         """Print a line as it is, above the live line if there is one."""

@@ -148,6 +148,28 @@ def speculation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return metrics
 
 
+def acceptance_by_age(rollouts: Sequence[Rollout], learnt_version: int) -> dict[str, float]:
+    """`spec/acceptance_rate_age_A`: accepted / drafted, of rollouts made A policy versions after the drafter learnt.
+
+    Ages are pooled by powers of two: 0, 1, 2 (2 and 3), 4 (4 to 7), ... A rollout counts with the weights that made its
+    last token.
+
+    Args:
+        rollouts: With their rounds.
+        learnt_version: Policy version that the serving drafter last learnt from.
+
+    """
+    counts: dict[int, list[int]] = {}
+    for rollout in rollouts:
+        drafted = int(rollout.rounds.drafted.sum())
+        if drafted:
+            age = max(int(rollout.versions[-1]) - learnt_version, 0)
+            pooled = counts.setdefault(0 if age == 0 else 1 << (age.bit_length() - 1), [0, 0])
+            pooled[0] += int(rollout.rounds.accepted.sum())
+            pooled[1] += drafted
+    return {f"spec/acceptance_rate_age_{age}": a / d for age, (a, d) in sorted(counts.items())}
+
+
 def lag_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
     """`lag/{mean,max}`: versions between the weights that made a token and `version`, over the policy's tokens."""
     lags: list[FloatArray] = [(version - rollout.versions[rollout.loss_mask]).astype(float) for rollout in rollouts]

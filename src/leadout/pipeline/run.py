@@ -15,8 +15,9 @@ from pathlib import Path
 
 from leadout.errors import CheckpointError
 from leadout.interfaces import Learner, Stateful
-from leadout.metrics import JsonLines, JsonSink, MetricLog, make_sinks
+from leadout.metrics import JsonLines, JsonSink, MetricLog, make_sinks, read_rows
 from leadout.pipeline.checkpoint import Checkpoints, RunState
+from leadout.pipeline.draft_health import DraftHealth
 from leadout.pipeline.evaluate import Evaluation
 from leadout.pipeline.folder import RunFolder
 from leadout.pipeline.interrupts import Interrupts
@@ -109,11 +110,12 @@ class Run:
     ) -> FinishedStep | None:
         """The loop over steps. `state` is always that of the last finished step: what Ctrl-C saves."""
         finished: FinishedStep | None = None
+        health = DraftHealth(read_rows(self.folder.metrics))
         with Interrupts(self._explain_hold) as interrupts:
             try:
                 for number in range(first, self.max_steps + 1):
                     finished = self.pipeline.step(number, before_update=interrupts.hold)
-                    report = self._evaluated(finished.report)
+                    report = health.watched(self._evaluated(finished.report))
                     if self._save_rollouts:
                         rollouts.append(rollout_lines(number, finished.groups))
                     log.write(report)

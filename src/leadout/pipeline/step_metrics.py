@@ -6,7 +6,13 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 
-from leadout.pipeline.rollout_metrics import completion_metrics, lag_metrics, reward_metrics, speculation_metrics
+from leadout.pipeline.rollout_metrics import (
+    acceptance_by_age,
+    completion_metrics,
+    lag_metrics,
+    reward_metrics,
+    speculation_metrics,
+)
 from leadout.records import Group, LearnerLogprobs, RefitReport, Stage, TrainReport
 
 
@@ -16,6 +22,8 @@ def step_metrics(
     logprobs: LearnerLogprobs | None,
     trained: TrainReport,
     seconds: Mapping[Stage, float],
+    *,
+    frozen_drafter: bool = False,
 ) -> dict[str, float | str]:
     """Metrics of one step, all but its number, version and seconds.
 
@@ -23,6 +31,8 @@ def step_metrics(
     `rollout/tokens_per_second` = completion tokens / rollout seconds, `step/tokens_per_second` = completion tokens /
     seconds of all stages, `memory/peak` in GiB. `policy/checksum`, `draft/{version,checksum}` are of the weights that
     made the rollouts.
+
+    `frozen_drafter`: a model drafts and does not learn; it is as old as the run.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     version = refitted.version
@@ -32,6 +42,9 @@ def step_metrics(
         metrics |= logprobs.metrics
         version = logprobs.version
     metrics |= completion_metrics(groups) | speculation_metrics(rollouts) | lag_metrics(rollouts, version)
+    age = trained.metrics.get("draft/age")
+    if age is not None or frozen_drafter:
+        metrics |= acceptance_by_age(rollouts, 0 if age is None else refitted.version - int(age))
     metrics |= _speeds(sum(float(rollout.loss_mask.sum()) for rollout in rollouts), seconds)
     metrics["memory/peak"] = peak_memory()
     metrics["policy/checksum"] = refitted.checksum

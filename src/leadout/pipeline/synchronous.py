@@ -46,6 +46,8 @@ class SynchronousPipeline:
     """Rollouts per prompt."""
     clock: Clock
     draws: DrawCounter
+    frozen_drafter: bool = False
+    """Whether a model drafts that does not learn."""
 
     def step(self, number: int, before_update: Callable[[], None] = lambda: None) -> FinishedStep:
         """Run step `number` (1-based).
@@ -76,6 +78,6 @@ class SynchronousPipeline:
             trained = self.learner.step(groups, logprobs)
 
         seconds = self.clock.finish_step()
-        metrics = step_metrics(groups, refitted, logprobs, trained, seconds)
+        metrics = step_metrics(groups, refitted, logprobs, trained, seconds, frozen_drafter=self.frozen_drafter)
         report = StepReport(step=number, version=refitted.version, seconds=seconds, metrics=metrics)
         return FinishedStep(report=report, requests=tuple(requests), groups=tuple(groups))

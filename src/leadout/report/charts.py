@@ -85,7 +85,7 @@ CHARTS = (
 
 def line_chart(chart: Chart, runs: Mapping[str, Rows]) -> Picture | None:
     """Draw a chart of one run (a colour per line) or several (a colour per run, a dash per line); None without data."""
-    figure, axes = _figure("step", chart.unit)
+    figure, axes = figure_of("step", chart.unit)
     drawn = 0
     for run_number, (name, rows) in enumerate(runs.items()):
         for number, (metric, label) in enumerate(chart.series):
@@ -105,14 +105,14 @@ def line_chart(chart: Chart, runs: Mapping[str, Rows]) -> Picture | None:
         _legend_outside(axes)
     elif drawn > 1:
         axes.legend(frameon=False, fontsize=8)
-    return _picture(chart.title, figure)
+    return picture_of(chart.title, figure)
 
 
 def stage_chart(rows: Rows) -> Picture | None:
     """Seconds of every step as stacked bars, one colour per stage; None without rows."""
     if not rows:
         return None
-    figure, axes = _figure("step", "seconds")
+    figure, axes = figure_of("step", "seconds")
     steps = [row["step"] for row in rows]
     bottom = [0.0] * len(rows)
     for stage in Stage:
@@ -121,7 +121,7 @@ def stage_chart(rows: Rows) -> Picture | None:
         bottom = [low + height for low, height in zip(bottom, seconds, strict=True)]
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend_outside(axes, reverse=True)
-    return _picture("Seconds per stage", figure)
+    return picture_of("Seconds per stage", figure)
 
 
 def draft_length_chart(rows: Rows) -> Picture | None:
@@ -130,7 +130,7 @@ def draft_length_chart(rows: Rows) -> Picture | None:
     lengths = sorted({int(key.removeprefix(name)) for row in rows for key in row if key.startswith(name)})
     if not any(lengths):
         return None
-    figure, axes = _figure("step", "share of row-rounds")
+    figure, axes = figure_of("step", "share of row-rounds")
     shown = [row for row in rows if f"{name}0" in row]
     bottom = [0.0] * len(shown)
     for number, k in enumerate(lengths):
@@ -142,12 +142,12 @@ def draft_length_chart(rows: Rows) -> Picture | None:
         bottom = [low + height for low, height in zip(bottom, shares, strict=True)]
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend_outside(axes, reverse=True)
-    return _picture("Draft lengths chosen", figure)
+    return picture_of("Draft lengths chosen", figure)
 
 
 def stage_comparison_chart(means: Mapping[str, Mapping[Stage, float]]) -> Picture:
     """Mean seconds of a step of each run as one stacked bar."""
-    figure, axes = _figure("mean seconds of a step", "")
+    figure, axes = figure_of("mean seconds of a step", "")
     names = list(means)
     left = [0.0] * len(names)
     for stage in Stage:
@@ -156,10 +156,11 @@ def stage_comparison_chart(means: Mapping[str, Mapping[Stage, float]]) -> Pictur
         left = [low + width for low, width in zip(left, seconds, strict=True)]
     axes.invert_yaxis()
     _legend_outside(axes)
-    return _picture("Seconds per stage", figure)
+    return picture_of("Seconds per stage", figure)
 
 
-def _figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+def figure_of(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    """An empty chart."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
@@ -175,7 +176,8 @@ def _legend_outside(axes: Axes, reverse: bool = False) -> None:
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=reverse)
 
 
-def _picture(title: str, figure: Figure) -> Picture:
+def picture_of(title: str, figure: Figure) -> Picture:
+    """A figure as it goes into the page."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Title": title})
     return Picture(title=title, uri="data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode())

@@ -19,9 +19,11 @@ from leadout import __version__
 from leadout.errors import DataError
 from leadout.metrics import read_rows
 from leadout.pipeline.closing import mean_stage_seconds
+from leadout.pipeline.draft_health import alarms
 from leadout.pipeline.folder import RunFolder, write_text
 from leadout.records import Stage
 from leadout.report.charts import CHARTS, Picture, draft_length_chart, line_chart, stage_chart, stage_comparison_chart
+from leadout.report.health_charts import age_chart, entropy_chart
 
 _SAMPLED_STEPS = 2
 _SAMPLES_PER_STEP = 3
@@ -122,6 +124,8 @@ def highlights(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         first, last = ([row[metric] for row in part if metric in row] for part in (rows[:quarter], rows[-quarter:]))
         if first and last:
             lines.append((f"{label}, first to last quarter", f"{np.mean(first):{shape}} → {np.mean(last):{shape}}"))
+    for first_step, last_step, text in alarms(rows):
+        lines.append((f"drafter, steps {first_step} to {last_step}", text))
     totals = [row["seconds/total"] for row in rows if "seconds/total" in row]
     if totals and sum(totals) > 0.0:
         share = sum(row.get("seconds/rollout", 0.0) for row in rows) / sum(totals)
@@ -148,5 +152,5 @@ def _pictures(data: Sequence[RunData]) -> list[Picture]:
         stages, lengths = stage_chart(data[0].rows), draft_length_chart(data[0].rows)
     else:
         stages = stage_comparison_chart({run.name: run.stage_seconds for run in data})
-    pictures = [*drawn[:2], stages, lengths, *drawn[2:]]
+    pictures = [*drawn[:2], stages, lengths, *drawn[2:], age_chart(runs), entropy_chart(runs)]
     return [picture for picture in pictures if picture is not None]

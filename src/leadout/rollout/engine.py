@@ -35,7 +35,9 @@ from leadout.rollout.rows import Row, RowTable, already_over
 
 ApplyUpdate = Callable[[WeightUpdate], RefitReport]
 
-METHODS = frozenset({"eagle3", "ngram", "history", "small_model", "history+eagle3", "history+small_model"})
+_MODELS = ("eagle3", "parallel", "mtp", "small_model")
+
+METHODS = frozenset({"ngram", "history", *_MODELS, *(f"history+{name}" for name in _MODELS)})
 """Drafting methods of the native engine."""
 
 

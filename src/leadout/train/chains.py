@@ -1,9 +1,10 @@
-"""Stage train, drafter: the draft head unrolled along rollouts exactly as cached drafting would run it.
+"""Stage train, drafter: a draft head unrolled along rollouts exactly as cached drafting would run it.
 
 In drafting, a chain starts after token n is committed. Its first entry carries the policy's feature of token n-1 and
-sees the true entries up to n; entry s carries the head's own output of entry s-1 and sees those true entries and the
-chain's own entries before it. Training runs all chains of a rollout side by side (training-time test, EAGLE-3,
-arXiv 2503.01840, section 3.2): at step s the query at token j belongs to the chain that started at n = j - s + 1.
+sees the true entries up to n; entry s carries what the head puts there (its own output of entry s-1, or what it has
+learnt to put for the unknown) and sees those true entries and the chain's own entries before it. Training runs all
+chains of a rollout side by side (training-time test, EAGLE-3, arXiv 2503.01840, section 3.2): at step s the query at
+token j belongs to the chain that started at n = j - s + 1.
 
 Axes: E entries of a pack, B rollouts, S key columns (prompt and completion), L query columns (completion tokens but
 the last), N all keys of a step, G key-value heads, Q query heads, D head dimension, H head width, F taps, T tokens and
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from leadout.batch import TrainBatch
-from leadout.models.eagle3 import Eagle3Head
+from leadout.models.draft_head import DraftHead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ def _starts(segment_T: np.ndarray) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def unroll(
-    head: Eagle3Head, chains: Chains, taps_TF: Tensor, token_ids_T: Tensor, embedding_VH: Tensor, steps: int
+    head: DraftHead, chains: Chains, taps_TF: Tensor, token_ids_T: Tensor, embedding_VH: Tensor, steps: int
 ) -> list[Tensor]:
     """Run the head `steps` deep over every chain at once.
 
@@ -122,7 +123,7 @@ def unroll(
         if step > 1:
             # Column j continues the chain of column j - 1; what is shifted into column 0 belongs to no chain.
             feature_BLH = F.pad(outputs[-1][:, :-1], (0, 0, 1, 0))
-            input_BLE, residual_BLH = head.entry(feature_BLH, embedded_BLH)
+            input_BLE, residual_BLH = head.deeper(feature_BLH, embedded_BLH)
             key_BLGD, value_BLGD = head.keys_values(input_BLE, rotary_BL)
             keys.append(key_BLGD)
             values.append(value_BLGD)

@@ -1,6 +1,6 @@
 """The learner's part of a checkpoint.
 
-`policy/` is a Hugging Face folder with the float32 masters, `draft/` an EAGLE-3 folder, `learner.pt` the rest:
+`policy/` is a Hugging Face folder with the float32 masters, `draft/` the drafter's folder, `learner.pt` the rest:
 optimizer moments, counters, the drafter's random state and the token ids kept for replay. All is restored to the bit.
 """
 
@@ -20,8 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from leadout.errors import CheckpointError, ModelError
-from leadout.models.eagle3 import Eagle3Head
-from leadout.models.eagle3_io import read_eagle3, write_eagle3
 from leadout.records import Finish, Prompt, Rollout, RolloutId, Rounds, Source, Span
 from leadout.storage import writing
 from leadout.train.cotrain import DraftTrainer
@@ -46,7 +44,7 @@ def write_learner(folder: Path, model: nn.Module, drafter: DraftTrainer | None, 
     temporary.replace(policy)
     whole: dict[str, Any] = {"version": state.version, "optimizer": state.optimizer, "drafter": None, "replay": []}
     if drafter is not None:
-        write_eagle3(drafter.head, folder / "draft")
+        drafter.student.save(folder / "draft")
         whole["drafter"] = drafter.state_dict()
         whole["replay"] = [_packed(rollout) for rollout in drafter.replay]
     temporary_file = folder / ".learner.pt.tmp"
@@ -79,22 +77,17 @@ def read_learner(folder: Path, model: nn.Module, drafter: DraftTrainer | None) -
         )
     _load_policy(folder, model, tensors)
     if drafter is not None:
-        head = _saved_head(folder)
-        if head.spec != drafter.head.spec:
-            raise CheckpointError(
-                f"{folder}: expected the drafter of this recipe, got one of another shape; resume with its own recipe"
-            )
-        drafter.head.load_state_dict(head.state_dict())
+        _load_drafter(folder, drafter)
         drafter.load_state_dict(whole["drafter"])
         drafter.set_replay([_unpacked(row) for row in whole["replay"]])
     return LearnerState(version=int(whole["version"]), optimizer=whole["optimizer"])
 
 
-def _saved_head(folder: Path) -> Eagle3Head:
+def _load_drafter(folder: Path, drafter: DraftTrainer) -> None:
     try:
-        return read_eagle3(folder / "draft")
+        drafter.student.load(folder / "draft")
     except ModelError as error:
-        raise CheckpointError(f"{error}; resume from an earlier checkpoint") from error
+        raise CheckpointError(f"{error}; resume with its own recipe, or from an earlier checkpoint") from error
 
 
 def _load_policy(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -1,8 +1,8 @@
-"""Stage train, drafter: the draft head learns from the policy's own forward passes.
+"""Stage train, drafter: the drafter learns from the policy's own forward passes.
 
 The learner hands over every pack with the policy's output the first time it runs over it. Taps, last hidden states and
-embeddings arrive detached and live for one pack; the head has its own optimizer, clipping and random numbers, so that
-the policy's weights are the same to the bit whether the head learns or not.
+embeddings arrive detached and live for one pack; the drafter has its own optimizer, clipping and random numbers, so
+that the policy's weights are the same to the bit whether it learns or not.
 
 Axes: R response tokens of a pack, V draft vocabulary, B rollouts, L query columns, K drafts of a round, H widths.
 """
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from leadout.batch import PolicyForward, PolicyOutput, TrainBatch
-from leadout.models.eagle3 import Eagle3Head
 from leadout.records import Group, Rollout, Score
-from leadout.train.chains import Chains, build_chains, unroll
+from leadout.train.chains import Chains, build_chains
 from leadout.train.draft_loss import make_loss, unrolled_loss
 from leadout.train.expected_acceptance import AcceptanceMeter, chain_teacher, draft_autocast
 from leadout.train.settings import DraftSettings
+from leadout.train.students import DraftStudent
 
 
 @dataclass
@@ -41,26 +41,26 @@ class _StepSums:
 
 
 class DraftTrainer:
-    """Trains an `Eagle3Head`; one per learner."""
+    """Trains a drafter; one per learner."""
 
-    def __init__(self, head: Eagle3Head, settings: DraftSettings, *, temperature: float, seed: int) -> None:
+    def __init__(self, student: DraftStudent, settings: DraftSettings, *, temperature: float, seed: int) -> None:
         """`temperature`: the sampling temperature; drafts are learnt as softmax(draft logits / temperature)."""
-        if head.fc.weight.dtype not in (torch.float32, torch.float64):
-            head = head.float()
-        self.head = head
+        self.student = student
         self.settings = settings
         self._loss = make_loss(settings.loss_fn)
         self.temperature = temperature
         self.version = 0
         self.updates = 0
         self._steps = 0
+        self._learnt_at = 0
+        self._age = 0
         self._rng = np.random.default_rng(seed)
         self._replay: deque[Rollout] = deque(maxlen=settings.replay_rollouts or 1)
-        self._parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        self._parameters = [parameter for parameter in student.module.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0
         )
-        self._token_ids_V = head.draft_token_ids()
+        self._served: DraftStudent | None = None
         self._meter: AcceptanceMeter | None = None
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._chosen: set[int] = set()
@@ -69,48 +69,62 @@ class DraftTrainer:
     @property
     def taps(self) -> tuple[int, ...]:
         """Policy layers whose inputs it needs."""
-        return self.head.spec.layer_ids
+        return self.student.taps
 
     def begin_step(self, num_rollouts: int, *, can_roll_back: bool = False) -> None:
-        """Start a train stage: choose the rollouts to learn from and remember the head that is serving now.
+        """Start a train stage: choose the rollouts to learn from and remember the drafter that is serving now.
 
         `can_roll_back`: keep what `roll_back` needs, for a step that may still be dropped.
         """
         settings = self.settings
         self._before = (
-            (copy.deepcopy(self.head.state_dict()), copy.deepcopy(self.state_dict())) if can_roll_back else None
+            (copy.deepcopy(self.student.module.state_dict()), copy.deepcopy(self.state_dict()))
+            if can_roll_back
+            else None
         )
         learns = self._steps % settings.every == 0
+        self._age = self._steps - self._learnt_at
         self._steps += 1
         count = int(np.ceil(settings.token_fraction * num_rollouts)) if learns else 0
         self._chosen = set(self._rng.permutation(num_rollouts)[:count].tolist())
-        self._meter = self.meter(copy.deepcopy(self.head).requires_grad_(False), settings.measure_tokens)
+        self._served = self.student.frozen_copy()
+        self._meter = None
         self._sums = _StepSums()
 
     def roll_back(self) -> None:
         """Undo everything since `begin_step`."""
         assert self._before is not None, "begin_step was not told that the step may be dropped"
-        head, state = self._before
-        self.head.load_state_dict(head)
+        weights, state = self._before
+        self.student.module.load_state_dict(weights)
         self.load_state_dict(state)
 
     def observe(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward) -> None:
-        """Measure the serving head on a pack, then learn from the chosen rollouts in it."""
-        assert self._meter is not None, "begin_step comes first"
+        """Measure the serving drafter on a pack, then learn from the chosen rollouts in it."""
+        assert self._served is not None, "begin_step comes first"
+        if self._meter is None:
+            self._meter = self.meter(self._served, forward, self.settings.measure_tokens)
         self._meter.add(batch, output, forward)
         first = batch.first_rollout
         rows = [row for row in range(len(batch.rollouts)) if first + row in self._chosen]
         self._learn(batch, output, forward, rows)
 
     def finish_step(self, forward: PolicyForward) -> dict[str, float]:
-        """Train on replayed rollouts, if asked for, and report `draft/*` metrics."""
+        """Train on replayed rollouts, if asked for, and report `draft/*` metrics.
+
+        `draft/age`: policy versions since the drafter that served this step last learnt.
+        """
         fresh = len(self._chosen)
         if self.settings.replay_rollouts and self._replay and fresh:
             self._learn_again(forward, fresh)
         sums = self._sums
         if sums.losses:
             self.version += 1
-        metrics = {"draft/version": float(self.version), "draft/updates": float(len(sums.losses))}
+            self._learnt_at = self._steps
+        metrics = {
+            "draft/version": float(self.version),
+            "draft/updates": float(len(sums.losses)),
+            "draft/age": float(self._age),
+        }
         if sums.skipped:
             metrics["draft/skipped_updates"] = float(sums.skipped)
         if sums.losses:
@@ -122,11 +136,12 @@ class DraftTrainer:
             metrics |= self._meter.metrics()
         return metrics
 
-    def meter(self, head: Eagle3Head, budget: int) -> AcceptanceMeter:
-        """Measures a head on packs, as it would draft here; `budget` in response tokens."""
+    def meter(self, student: DraftStudent, forward: PolicyForward, budget: int) -> AcceptanceMeter:
+        """Measures a drafter on packs, as it would draft here; `budget` in response tokens."""
         settings = self.settings
         return AcceptanceMeter(
-            head,
+            student,
+            vocab_size=forward.embedding_VH.shape[0],
             temperature=self.temperature,
             depth=settings.measure_depth,
             budget=budget,
@@ -134,8 +149,8 @@ class DraftTrainer:
         )
 
     def evaluate(self, groups: Sequence[Group], forward: PolicyForward) -> dict[str, float]:
-        """Expected acceptance of the present head on rollouts that it does not learn from."""
-        meter = self.meter(self.head, sum(rollout.length for group in groups for rollout in group.rollouts))
+        """Expected acceptance of the present drafter on rollouts that it does not learn from."""
+        meter = self.meter(self.student, forward, sum(rollout.length for group in groups for rollout in group.rollouts))
         for batch in forward.pack(groups, [np.zeros(len(group.rollouts)) for group in groups]):
             if batch.response_R.numel():
                 with torch.no_grad():
@@ -148,12 +163,13 @@ class DraftTrainer:
             self._replay.extend(rollout for group in groups for rollout in group.rollouts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, counters and random state; the head and the kept rollouts are saved by themselves."""
+        """Optimizer, counters and random state; the drafter and the kept rollouts are saved by themselves."""
         return {
             "optimizer": self._optimizer.state_dict(),
             "version": self.version,
             "updates": self.updates,
             "steps": self._steps,
+            "learnt_at": self._learnt_at,
             "rng": self._rng.bit_generator.state,
         }
 
@@ -161,6 +177,7 @@ class DraftTrainer:
         """Restore it."""
         self._optimizer.load_state_dict(state["optimizer"])
         self.version, self.updates, self._steps = state["version"], state["updates"], state["steps"]
+        self._learnt_at = state["learnt_at"]
         self._rng.bit_generator.state = state["rng"]
 
     @property
@@ -173,22 +190,15 @@ class DraftTrainer:
         self._replay = deque(rollouts, maxlen=self.settings.replay_rollouts or 1)
 
     def loss(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward, chains: Chains) -> Tensor:
-        """The unrolled loss of some chains, with gradients to the head only."""
-        assert output.taps_TF is not None, "the policy ran without the drafter's taps"
-        teacher_RV = chain_teacher(output, forward, chains, self._token_ids_V, self.temperature)
-        with draft_autocast(self.head, self.settings.autocast):
-            hidden = unroll(
-                self.head,
-                chains,
-                output.taps_TF.detach().to(self.head.fc.weight.dtype),
-                batch.token_ids_T,
-                forward.embedding_VH,
-                self.settings.steps,
-            )
+        """The unrolled loss of some chains, with gradients to the drafter only."""
+        student = self.student
+        teacher_RV = chain_teacher(output, forward, chains, student.token_ids_V, self.temperature)
+        with draft_autocast(student, self.settings.autocast):
             losses = []
-            for step, hidden_BLH in enumerate(hidden, 1):
+            states = student.states(batch, output, forward, chains, self.settings.steps)
+            for step, states_BLH in enumerate(states, 1):
                 counted_BL = chains.valid_BL(step) & chains.wanted_BL
-                logits_NV = self.head.logits(hidden_BLH[counted_BL])
+                logits_NV = student.logits(states_BLH[counted_BL], forward)
                 losses.append(self._loss(logits_NV, teacher_RV[counted_BL], self.temperature))
         return unrolled_loss(losses, self.settings.decay)
 

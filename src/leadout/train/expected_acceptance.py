@@ -1,10 +1,11 @@
-"""Stage train, drafter: how many tokens a round would commit with a head, computed from rollouts of the policy.
+"""Stage train, drafter: how many tokens a round would commit with a drafter, computed from rollouts of the policy.
 
 Nothing is generated: along rollouts drawn from the policy, the chance that a draft had matched each token has a closed
 form (`leadout.train.draft_loss.expected_rounds`). Used on each step's rollouts during a run, and on held-out ones when
-a head is trained offline.
+a drafter is trained offline.
 
-Axes: R response tokens of a pack, V draft vocabulary, N positions, B rollouts, L query columns, K drafts of a round.
+Axes: R response tokens of a pack, V draft vocabulary, N positions, B rollouts, L query columns, K drafts of a round, E
+classes of entropy.
 """
 
 from __future__ import annotations
@@ -14,25 +15,30 @@ import torch
 from torch import Tensor
 
 from leadout.batch import PolicyForward, PolicyOutput, TrainBatch
-from leadout.models.eagle3 import Eagle3Head
-from leadout.train.chains import Chains, build_chains, unroll
+from leadout.train.chains import Chains, build_chains
 from leadout.train.draft_loss import acceptance_of_token, expected_rounds, teacher_probabilities
+from leadout.train.students import DraftStudent
+
+ENTROPIES = (0.0, 0.3, 1.0, 2.0, 3.5)
+"""Lower bounds, in nats, of the classes of policy entropy."""
 
 
 class AcceptanceMeter:
-    """Adds packs up; one per head and stage."""
+    """Adds packs up; one per drafter and stage."""
 
-    def __init__(self, head: Eagle3Head, *, temperature: float, depth: int, budget: int, autocast: bool) -> None:
-        """`depth`: drafts of a round; `budget`: response tokens after which packs are ignored."""
-        self._head = head
+    def __init__(
+        self, student: DraftStudent, *, vocab_size: int, temperature: float, depth: int, budget: int, autocast: bool
+    ) -> None:
+        """`vocab_size`: the policy's; `depth`: drafts of a round; `budget`: response tokens beyond it are ignored."""
+        self._student = student
         self._temperature = temperature
         self._depth = depth
         self._budget = budget
         self._autocast = autocast
-        self._token_ids_V = head.draft_token_ids()
+        self._token_ids_V = student.token_ids_V
         self._draft_id_P: Tensor | None = None
         if self._token_ids_V is not None:
-            self._draft_id_P = torch.full((head.spec.vocab_size,), -1, device=self._token_ids_V.device)
+            self._draft_id_P = torch.full((vocab_size,), -1, device=self._token_ids_V.device)
             self._draft_id_P[self._token_ids_V] = torch.arange(
                 self._token_ids_V.numel(), device=self._draft_id_P.device
             )
@@ -40,6 +46,8 @@ class AcceptanceMeter:
         self._rounds = 0.0
         self._shared_K = torch.zeros(depth)
         self._positions_K = torch.zeros(depth)
+        self._coverage = 0.0
+        self._by_entropy_E = torch.zeros(len(ENTROPIES), 2, dtype=torch.float64)
 
     @torch.no_grad()
     def add(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward) -> None:
@@ -61,32 +69,46 @@ class AcceptanceMeter:
         self._rounds += float(expected_rounds(accept_BLK, lengths_B).sum())
 
     def metrics(self) -> dict[str, float]:
-        """Expected acceptance length, and sum min(p, q) by position of the round; empty when nothing was measured."""
+        """Expected acceptance length, and sum min(p, q) by position of the round; empty when nothing was measured.
+
+        Also, of first positions: sum min(p, q) where the policy's entropy is at least E nats and below the next bound
+        (`_entropy_E`), and the policy's probability of all tokens that can be drafted (`draft/vocabulary_coverage`).
+        """
         if not self._rounds:
             return {}
         row = {"draft/expected_acceptance_length": self._tokens / self._rounds}
         for depth, rate in enumerate((self._shared_K / self._positions_K.clamp(min=1)).tolist(), 1):
             row[f"draft/expected_acceptance_rate_pos_{depth}"] = rate
+        row["draft/vocabulary_coverage"] = self._coverage / float(self._positions_K[0])
+        for bound, (shared, count) in zip(ENTROPIES, self._by_entropy_E.tolist(), strict=True):
+            if count:
+                row[f"draft/expected_acceptance_rate_entropy_{bound:g}"] = shared / count
         return row
+
+    def _add_first(self, shared_N: Tensor, teacher_NV: Tensor, entropy_N: Tensor) -> None:
+        """First positions of rounds: coverage, and acceptance by the policy's entropy."""
+        self._coverage += float(teacher_NV.sum())
+        bounds_E = torch.tensor(ENTROPIES[1:], dtype=entropy_N.dtype, device=entropy_N.device)
+        class_N = torch.bucketize(entropy_N, bounds_E, right=True).cpu()
+        added_N2 = torch.stack([shared_N, torch.ones_like(shared_N)], -1).double().cpu()
+        self._by_entropy_E.index_add_(0, class_N, added_N2)
 
     def _acceptances(
         self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward, chains: Chains
     ) -> np.ndarray:
         """Acceptance by start and depth, [B, L + 1, K]; adds the sums of min(p, q) and their counts by depth."""
         depth = self._depth
-        assert output.taps_TF is not None, "the policy ran without the drafter's taps"
-        taps_TF = output.taps_TF.to(self._head.fc.weight.dtype)
-        with draft_autocast(self._head, self._autocast):
-            hidden = unroll(self._head, chains, taps_TF, batch.token_ids_T, forward.embedding_VH, depth)
+        with draft_autocast(self._student, self._autocast):
+            states = self._student.states(batch, output, forward, chains, depth)
         teacher_BLV = chain_teacher(output, forward, chains, self._token_ids_V, self._temperature)
         targets_BL = batch.token_ids_T[batch.response_R][chains.target_BL]
         drafts_BL = targets_BL if self._draft_id_P is None else self._draft_id_P[targets_BL]
         rows, columns = chains.query_BL.shape
         accept_BLK = np.zeros((rows, columns + depth + 1, depth))
-        for step, hidden_BLH in enumerate(hidden, 1):
+        for step, states_BLH in enumerate(states, 1):
             valid_BL = chains.valid_BL(step)
-            with draft_autocast(self._head, self._autocast):
-                logits_NV = self._head.logits(hidden_BLH[valid_BL])
+            with draft_autocast(self._student, self._autocast):
+                logits_NV = self._student.logits(states_BLH[valid_BL], forward)
             log_q_NV = (logits_NV.to(teacher_BLV.dtype) / self._temperature).log_softmax(-1)
             draft_N = drafts_BL[valid_BL]
             log_q_N = log_q_NV.gather(-1, draft_N.clamp(min=0)[:, None]).squeeze(-1)
@@ -96,7 +118,11 @@ class AcceptanceMeter:
             accept_BL[valid_BL.cpu()] = acceptance_of_token(log_p_N, log_q_N).double().cpu()
             # Column j of this step predicts token j + 1 for the round that starts at token j + 2 - step.
             accept_BLK[:, 1 : columns + 2 - step, step - 1] = accept_BL[:, step - 1 :].numpy()
-            self._shared_K[step - 1] += float(torch.minimum(teacher_BLV[valid_BL], log_q_NV.exp()).sum())
+            teacher_NV = teacher_BLV[valid_BL]
+            shared_N = torch.minimum(teacher_NV, log_q_NV.exp()).sum(-1)
+            self._shared_K[step - 1] += float(shared_N.sum())
+            if step == 1:
+                self._add_first(shared_N, teacher_NV, output.entropy_R.detach()[chains.target_BL[valid_BL]])
             self._positions_K[step - 1] += draft_N.numel()
         return accept_BLK
 
@@ -113,7 +139,7 @@ def chain_teacher(
     return teacher_NV.view(*chains.target_BL.shape, -1)
 
 
-def draft_autocast(head: Eagle3Head, enabled: bool) -> torch.autocast:
-    """Matrix products of a float32 head in bfloat16 where that is wanted."""
-    weight = head.fc.weight
-    return torch.autocast(weight.device.type, dtype=torch.bfloat16, enabled=enabled and weight.dtype is torch.float32)
+def draft_autocast(student: DraftStudent, enabled: bool) -> torch.autocast:
+    """Matrix products of a float32 student in bfloat16 where that is wanted."""
+    device = next(student.module.parameters()).device
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled and student.dtype is torch.float32)

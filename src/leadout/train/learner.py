@@ -151,9 +151,9 @@ class LocalLearner:
         return self.publisher(
             policy=self.forward.model.state_dict(),
             version=self.version,
-            draft=None if drafter is None else drafter.head.state_dict(),
+            draft=None if drafter is None else drafter.student.module.state_dict(),
             draft_version=0 if drafter is None else drafter.version,
-            draft_spec=None if drafter is None else drafter.head.draft_spec(),
+            draft_spec=None if drafter is None else drafter.student.spec,
             dtype=self.settings.publish_dtype,
         )
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from leadout.drafters.eagle3_cache import Eagle3Cache
-from leadout.models.eagle3 import Eagle3Head, Eagle3Spec
+from leadout.drafters.head_cache import HeadCache
+from leadout.models.eagle3 import Eagle3Spec, make_head
 from leadout.models.rope import RopeSpec
 from tests.models.native.models import distance, needs_kernels
 
@@ -14,7 +14,7 @@ pytestmark = needs_kernels
 NORMS = [{}, {"fc_norm": False}, {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True}]
 
 
-def caches(**norms: bool) -> tuple[Eagle3Cache, Eagle3Cache]:
+def caches(mask: int | None = None, **norms: bool) -> tuple[HeadCache, HeadCache]:
     """The same head natively in bfloat16 and by PyTorch in float32."""
     spec = Eagle3Spec(
         hidden_size=96,
@@ -29,16 +29,32 @@ def caches(**norms: bool) -> tuple[Eagle3Cache, Eagle3Cache]:
         draft_vocab_size=120,
         layer_ids=(0, 1, 2),
         target_hidden_size=96,
+        mask_token_id=mask,
         **norms,
     )
     torch.manual_seed(0)
-    head = Eagle3Head(spec).to(torch.bfloat16).requires_grad_(False)
+    head = make_head(spec).to(torch.bfloat16).requires_grad_(False)
     for parameter in head.parameters():
         parameter.add_(0.05 * torch.randn_like(parameter))
-    wide = Eagle3Head(spec).requires_grad_(False)
+    wide = make_head(spec).requires_grad_(False)
     wide.load_state_dict(head.state_dict())
     common = {"num_slots": 3, "max_len": 64, "device": torch.device("cpu")}
-    return Eagle3Cache(head, dtype=torch.bfloat16, **common), Eagle3Cache(wide, dtype=torch.float32, **common)
+    return HeadCache(head, dtype=torch.bfloat16, **common), HeadCache(wide, dtype=torch.float32, **common)
+
+
+@pytest.mark.parametrize("norms", NORMS)
+def test_all_drafts_of_one_pass_equal_those_of_the_float32_head(norms: dict[str, bool]) -> None:
+    native, wide = caches(mask=7, **norms)
+    generator = torch.Generator().manual_seed(1)
+    for width, counts, drafts in ((20, [20, 7], 3), (3, [1, 3], 5), (1, [1, 1], 1), (2, [2, 1], 2)):
+        taps = torch.randn(2, width, 288, generator=generator).to(torch.bfloat16)
+        embeddings = torch.randn(2, width, 96, generator=generator).to(torch.bfloat16)
+        results = [
+            cache.run_parallel([2, 0], taps.to(dtype), embeddings.to(dtype), np.array(counts), drafts)
+            for cache, dtype in ((native, torch.bfloat16), (wide, torch.float32))
+        ]
+        assert results[0].shape == (2, drafts, 96)
+        assert distance(*results) < 0.01
 
 
 @pytest.mark.parametrize("norms", NORMS)

@@ -1,6 +1,6 @@
 """The native EAGLE-3 head: packed weights, true entries and drafts in one call each.
 
-Axes: as in `leadout.drafters.eagle3_cache`.
+Axes: as in `leadout.drafters.head_cache`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The EAGLE-3 drafter inside the engine: cached, batched, sampled with its q kept.
+"""A draft head inside the engine: cached, batched, sampled with its q kept.
 
 Per row it keeps a cache of true entries (feature of the token before, token) and a backlog of entries not yet run.
 `observe` only appends to the backlog, so while speculation is off the drafter costs one copy per step; `propose` first
-runs the backlog, which overwrites whatever earlier drafts left in the cache, then drafts token by token from its own
-outputs. Siblings admitted together share the run over their prompt.
+runs the backlog, which overwrites whatever earlier drafts left in the cache, then drafts token by token; a parallel
+head drafts in the pass that runs the backlog. Siblings admitted together share the run over their prompt.
 
 Axes: B rows, K drafts, M backlog entries, F tapped width, H head width, G key-value heads, D head dimension, V draft
 vocabulary, S slots, P prompt tokens.
@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from leadout.drafters.eagle3_cache import Eagle3Cache
+from leadout.drafters.head_cache import HeadCache
 from leadout.errors import ModelError, RefitError
 from leadout.interfaces import Draft, DraftProbs, Noise
-from leadout.models.eagle3 import Eagle3Head
+from leadout.models.draft_head import DraftHead
 from leadout.models.sampling import Law, ParamsBatch, filter_weights, tempered_weights
 from leadout.records import Request, SamplingParams
 
@@ -37,12 +37,12 @@ class _Prompt:
     slots: set[int]
 
 
-class Eagle3Drafter:
+class HeadDrafter:
     """Implements `leadout.interfaces.Drafter`."""
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: DraftHead,
         *,
         policy_embedding: Callable[[], torch.Tensor],
         num_slots: int,
@@ -51,11 +51,22 @@ class Eagle3Drafter:
         device: torch.device,
         greedy: bool = False,
         temperature: float = 1.0,
+        policy_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """`temperature` is relative to each row's own; `greedy` proposes argmax drafts as point masses."""
+        """`temperature` is relative to each row's own; `greedy` proposes argmax drafts as point masses.
+
+        `policy_embedding` and `policy_logits` serve heads without embeddings or output matrix of their own.
+        """
         self._head = head.to(device=device, dtype=dtype).requires_grad_(False).eval()
         self._policy_embedding = policy_embedding
-        self._cache = Eagle3Cache(self._head, num_slots=num_slots, max_len=max_len, dtype=dtype, device=device)
+        self._cache = HeadCache(
+            self._head,
+            num_slots=num_slots,
+            max_len=max_len,
+            dtype=dtype,
+            device=device,
+            policy_logits=policy_logits,
+        )
         self._greedy = greedy
         self._temperature = temperature
         self._device = device
@@ -131,15 +142,17 @@ class Eagle3Drafter:
     def propose(self, slots: Sequence[int], lengths_B: npt.NDArray[np.int64], noise: Noise) -> Draft:
         """Run the backlog, then draft."""
         self._run_prompts(slots)
-        hidden_BH = self._run_backlog(slots)
         params = self._draft_params(slots)
         num_drafts = int(lengths_B.max())
+        known = self._run_backlog(slots, num_drafts)
         columns, values = [], []
         for depth in range(num_drafts):
+            if depth < len(known):
+                hidden_BH = known[depth]
             column_B, probs_BV = self._choose(self._cache.logits(hidden_BH), params, noise, depth)
             columns.append(column_B)
             values.append(probs_BV)
-            if depth + 1 < num_drafts:
+            if len(known) <= depth + 1 < num_drafts:
                 tokens_B = column_B if self._token_ids_V is None else self._token_ids_V[column_B]
                 hidden_BH = self._cache.extend(slots, hidden_BH, self._embed(tokens_B), depth)
         columns_BK = torch.stack(columns, 1)
@@ -191,16 +204,18 @@ class Eagle3Drafter:
             self._cache.copy(owner, others)
             self._prompts.remove(prompt)
 
-    def _run_backlog(self, slots: Sequence[int]) -> torch.Tensor:
-        """Run what was observed since the last draft; the newest entry's output, [B, H]."""
+    def _run_backlog(self, slots: Sequence[int], num_drafts: int) -> list[torch.Tensor]:
+        """Run what was observed since the last draft; outputs [B, H] by depth: the newest entry's, or all at once."""
         index_B = torch.as_tensor(list(slots), device=self._device)
         counts_B = self._backlog_S[list(slots)]
         assert counts_B.min() >= 1, "every row has gained a token since its last draft"
         width = int(counts_B.max())
-        embeddings_BMH = self._embed(self._tokens_SM[index_B, :width])
-        hidden_BH = self._cache.run(slots, self._taps_SMF[index_B, :width], embeddings_BMH, counts_B)
+        taps_BMF, embeddings_BMH = self._taps_SMF[index_B, :width], self._embed(self._tokens_SM[index_B, :width])
         self._backlog_S[list(slots)] = 0
-        return hidden_BH
+        if self._head.parallel:
+            hidden_BKH = self._cache.run_parallel(slots, taps_BMF, embeddings_BMH, counts_B, num_drafts)
+            return list(hidden_BKH.unbind(1))
+        return [self._cache.run(slots, taps_BMF, embeddings_BMH, counts_B)]
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget the rows."""

@@ -1,0 +1,185 @@
+"""Files of a draft head: a config and tensors, written whole or not at all, read with every oddity named.
+
+What the fields and tensors mean is for `eagle3_io` and `mtp_io`. Everything wrong with a folder is a `ModelError` of
+one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from leadout.errors import ModelError
+from leadout.models.draft_head import DraftHeadSpec
+from leadout.models.rope import RopeSpec
+from leadout.models.weights import is_finite
+from leadout.storage import writing
+
+
+def write_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """`config.json` and `model.safetensors`, tensors in their present dtype."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    _replace(folder / "model.safetensors", lambda path: save_file(plain, path, metadata={"format": "pt"}))
+    text = json.dumps(config, indent=2) + "\n"
+    _replace(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def read_fields(folder: Path) -> dict[str, Any]:
+    """The config's fields, those under `transformer_layer_config` (the speculators form) beside the others."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{folder}: expected a draft head folder with config.json, found none") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: expected JSON, got {error}; copy the file again") from error
+    nested = config.pop("transformer_layer_config", {}) if isinstance(config, dict) else None
+    if not isinstance(config, dict) or not isinstance(nested, dict):
+        got = type(nested if isinstance(config, dict) else config).__name__
+        raise ModelError(f"{path}: expected a JSON object with the head's fields, got {got}; copy the file again")
+    return {**nested, **config}
+
+
+def shape_fields(spec: DraftHeadSpec, dtype: torch.dtype) -> dict[str, Any]:
+    """The fields that any transformer layer has."""
+    return {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_norm_eps,
+        "max_position_embeddings": spec.max_position_embeddings,
+        **_rope_fields(spec.rope),
+        "vocab_size": spec.vocab_size,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def read_shape(fields: Mapping[str, Any], path: Path, make: Callable[[dict[str, Any]], DraftHeadSpec]) -> DraftHeadSpec:
+    """A spec of the common fields and what `make` adds to them; a missing or odd field is named."""
+    try:
+        hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
+        head_dim = int(fields.get("head_dim") or hidden // heads)
+        return make(
+            {
+                "hidden_size": hidden,
+                "num_heads": heads,
+                "num_kv_heads": int(fields.get("num_key_value_heads") or heads),
+                "head_dim": head_dim,
+                "intermediate_size": int(fields["intermediate_size"]),
+                "rms_norm_eps": float(fields["rms_norm_eps"]),
+                "rope": RopeSpec.from_config(fields, head_dim),
+                "max_position_embeddings": int(fields["max_position_embeddings"]),
+                "vocab_size": int(fields["vocab_size"]),
+            }
+        )
+    except KeyError as error:
+        raise ModelError(
+            f"{path}: expected the field {error.args[0]}, found none; add it as the head was trained"
+        ) from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ModelError(f"{path}: expected numbers in the head's fields, got {error}") from error
+
+
+def _rope_fields(rope: RopeSpec) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` as every loader of such checkpoints reads them."""
+    scaling: dict[str, Any] = {"rope_type": rope.rope_type, "factor": rope.factor}
+    if rope.rope_type in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = rope.original_max_position
+    if rope.rope_type == "llama3":
+        scaling.update(low_freq_factor=rope.low_freq_factor, high_freq_factor=rope.high_freq_factor)
+    if rope.rope_type == "yarn":
+        scaling.update(beta_fast=rope.beta_fast, beta_slow=rope.beta_slow)
+        scaling.update(attention_factor=rope.attention_factor, truncate=rope.truncate)
+    return {"rope_theta": rope.theta, "rope_scaling": None if rope.rope_type == "default" else scaling}
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of `model.safetensors` (or `pytorch_model.bin`), finite and of the right kind."""
+    tensors: object = _load(folder)
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ModelError(f"{folder}: expected a weight file with named tensors, got something else; export it again")
+    for name, tensor in tensors.items():
+        is_map = str(name).removeprefix("model.") in ("d2t", "t2d")
+        if is_map == tensor.is_floating_point():
+            expected = "whole numbers" if is_map else "floating-point numbers"
+            raise ModelError(f"{folder}: expected {name} to hold {expected}, got {tensor.dtype}; export it again")
+        if not is_map and not is_finite(tensor):
+            raise ModelError(
+                f"{folder}: expected finite numbers in {name}, got NaN or infinity; use another checkpoint"
+            )
+    return tensors
+
+
+def _load(folder: Path) -> object:
+    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    try:
+        if safe.exists():
+            return load_file(safe)
+        if pickled.exists():
+            return torch.load(pickled, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"{folder}: expected a whole weight file, got {reason}; copy it again") from error
+    raise ModelError(f"{folder}: expected model.safetensors or pytorch_model.bin, found neither")
+
+
+def check_tensors_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], origin: str, kind: str) -> None:
+    """Names and shapes of a head; `origin` begins every message."""
+    missing, extra = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
+    if missing or extra:
+        raise ModelError(
+            f"{origin}: expected the tensors of {kind}, missing {', '.join(missing) or 'none'}, "
+            f"unexpected {', '.join(extra) or 'none'}; export it again with every tensor and its draft vocabulary map"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ModelError(
+                f"{origin}: expected {name} of shape {tuple(expected[name].shape)} by its config, "
+                f"got {tuple(tensor.shape)}; config and weights belong to different heads"
+            )
+
+
+def check_policy(
+    spec: DraftHeadSpec, folder: Path, policy: Mapping[str, Tensor] | None, target_hidden_size: int | None
+) -> None:
+    """Refuse a head that was made for another vocabulary or width than the policy's."""
+    embedding = None if policy is None else policy["model.embed_tokens.weight"]
+    if embedding is not None:
+        target_hidden_size = int(embedding.shape[1])
+        if embedding.shape[0] != spec.vocab_size:
+            raise ModelError(
+                f"{folder}: expected a head for the policy's vocabulary of {embedding.shape[0]}, "
+                f"got vocab_size {spec.vocab_size}; use a head trained for this policy"
+            )
+    if target_hidden_size is not None and target_hidden_size != spec.target_hidden_size:
+        raise ModelError(
+            f"{folder}: expected a head for the policy's hidden size {target_hidden_size}, "
+            f"got {spec.target_hidden_size}; use a head trained for this policy"
+        )
+
+
+def _replace(path: Path, write: Any) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        with writing(path):
+            write(temporary)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
