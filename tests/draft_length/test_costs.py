@@ -74,7 +74,7 @@ def test_rounds_are_recorded_by_tokens_and_drafts_by_rows():
     costs = CostProfile()
     costs.record(16, 3, 6.0, 20.0, asked=4)
     costs.record(4, 0, 0.0, 10.0)
-    assert costs.forward.points() == {16: 20.0, 4: 10.0}
+    assert (costs.forward.points(), costs.verify.points()) == ({4: 10.0}, {16: 20.0})
     assert costs.draft.points() == {4: 2.0}
 
 
@@ -130,3 +130,15 @@ def test_a_bad_profile_is_refused_in_one_line(tmp_path, text, message):
 def test_a_missing_profile_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cost_profile: no file .*gone\.json"):
         CostProfile.read(tmp_path / "gone.json")
+
+
+def test_a_smaller_pass_with_drafts_than_any_measured_is_as_much_dearer_than_a_plain_one():
+    costs = CostProfile(Curve({4: 10.0, 16: 20.0}))
+    costs.record(16, 3, 0.3, 24.0, asked=4)
+    assert costs.round_seconds(1, 3, 4.0) == pytest.approx(1.2 * 10.0 + 3 * 0.1)
+
+
+def test_plain_steps_are_not_forecast_from_passes_with_drafts():
+    costs = CostProfile(Curve({32: 10.0}))
+    costs.record(32, 1, 0.1, 15.0, asked=16)
+    assert costs.round_seconds(32, 0) == 10.0

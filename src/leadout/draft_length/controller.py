@@ -172,7 +172,7 @@ class GoodputLength:
         most, chosen = _EXPLORE_GAIN * present, self._current
         for k in range(1, self._max_length + 1):
             size = rows * float(verified_K[k])
-            if self.costs.forward.reaches(size):
+            if self.costs.reaches(size):
                 continue
             goodput = tokens_K[k] / self.costs.least_seconds(rows, k, size)
             if goodput > most:

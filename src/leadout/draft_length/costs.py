@@ -1,7 +1,7 @@
 """Seconds of a round by its shape, measured while running or read from a profile.
 
-A forward pass is timed by the tokens in it (pending tokens and drafts), so plain steps of many rows forecast
-speculative rounds of few; a draft is timed per drafted position by rows. Measurements of about the same count share a
+A plain step is timed by its rows, a pass that verifies drafts by the tokens in it (pending tokens and drafts), a draft
+per drafted position by rows. Plain steps of many rows forecast passes with drafts of few that were never tried. Measurements of about the same count share a
 point, which is the median of the latest few: one late round moves nothing. Between points the forecast is linear,
 beyond them it keeps the mean slope.
 """
@@ -57,6 +57,11 @@ class Curve:
         """Whether about this count was measured."""
         return bucket(count) in self._seen
 
+    @property
+    def smallest(self) -> float:
+        """The smallest count measured."""
+        return float(self._fitted()[0][0])
+
     def reaches(self, count: float) -> bool:
         """Whether about this count, or a larger one, was measured."""
         return bool(self._seen) and bucket(count) <= max(self._seen)
@@ -92,10 +97,13 @@ class Curve:
 
 
 class CostProfile:
-    """Seconds of a forward pass by tokens, of one draft position by rows, and of catching up by backlog tokens."""
+    """Seconds of a plain step, of a pass with drafts, of one draft position, and of catching up by backlog tokens."""
 
     def __init__(self, forward: Curve | None = None, draft: Curve | None = None, *, frozen: bool = False) -> None:
         self.forward = forward or Curve()
+        """Plain steps, by rows."""
+        self.verify = Curve()
+        """Passes with drafts, all but the drafting, by tokens."""
         self.draft = draft or Curve()
         self._catch_up_per_token: float | None = None
         self._frozen = frozen
@@ -141,15 +149,16 @@ class CostProfile:
         asked: int = 0,
         backlog: int = 0,
     ) -> None:
-        """Take one round of `tokens` tokens in the pass, `asked` rows of which were asked for `num_drafts` drafts.
+        """Take one round of `tokens` tokens in the pass; of its rows `asked` were asked for `num_drafts` drafts.
 
         With a backlog the draft's time counts as catching up, less what the drafts alone cost.
         """
         if self._frozen:
             return
-        self.forward.record(tokens, verify_seconds)
         if not num_drafts or not asked:
+            self.forward.record(tokens, verify_seconds)
             return
+        self.verify.record(tokens, verify_seconds)
         if backlog:
             extra = max(0.0, draft_seconds - num_drafts * self._per_draft(asked)) / backlog
             before = extra if self._catch_up_per_token is None else self._catch_up_per_token
@@ -159,13 +168,30 @@ class CostProfile:
 
     def round_seconds(self, rows: int, num_drafts: int, tokens: float | None = None) -> float:
         """Forecast of a whole round; `tokens` in the pass where not every row drafts `num_drafts`."""
-        forward = self.forward.at(rows * (num_drafts + 1) if tokens is None else tokens)
-        return forward + num_drafts * self._per_draft(rows) if num_drafts else forward
+        if not num_drafts:
+            return self.forward.at(rows)
+        size = rows * (num_drafts + 1) if tokens is None else tokens
+        return self._verify_seconds(size) + num_drafts * self._per_draft(rows)
+
+    def _verify_seconds(self, tokens: float) -> float:
+        if self.verify.is_empty:
+            return self.forward.at(tokens)
+        smallest = self.verify.smallest
+        if tokens >= smallest:
+            return self.verify.at(tokens)
+        # Smaller than any pass with drafts so far: as much above a plain step as the smallest one was.
+        dearer = self.verify.at(smallest) / self.forward.at(smallest)
+        return min(self.verify.at(smallest), dearer * self.forward.at(tokens))
 
     def least_seconds(self, rows: int, num_drafts: int, tokens: float) -> float:
         """What a round costs at the very least: larger passes than measured count as the largest measured."""
         draft = 0.1 * self.forward.at(rows) if self.draft.is_empty else self.draft.least(rows)
-        return self.forward.least(tokens) + num_drafts * draft
+        curve = self.forward if self.verify.is_empty else self.verify
+        return curve.least(tokens) + num_drafts * draft
+
+    def reaches(self, tokens: float) -> bool:
+        """Whether a pass with drafts of about this size, or a larger one, was measured."""
+        return self.verify.reaches(tokens)
 
     def catch_up_seconds(self, backlog: int) -> float:
         """Forecast of running tokens the drafter has not seen; unmeasured, a tenth of the policy's own pass."""
