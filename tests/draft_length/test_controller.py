@@ -98,7 +98,7 @@ def test_learning_included_it_is_hardly_slower_than_the_best_fixed_length(accept
     machine, length = Machine(accept, per_token=per_token), GoodputLength(5)
     machine.run(length, rows, 1500)
     best = max(machine.goodput(rows, k) for k in range(6))
-    assert machine.tokens / machine.clock > 0.95 * best
+    assert machine.tokens / machine.clock > 0.93 * best, "a gain below 7 % may be left alone"
     assert machine.tokens / machine.clock > 0.98 * machine.goodput(rows, 0)
 
 
@@ -127,13 +127,13 @@ def test_speculation_goes_off_when_the_drafter_has_become_useless():
     assert np.mean(settle(machine, length, 4)) < 0.1
 
 
-def test_a_gain_below_three_percent_changes_nothing():
-    length = GoodputLength(1, CostProfile(Curve({1: 1.0, 2: 1.28}), Curve({1: 1e-6}), frozen=True))
+def test_a_gain_below_seven_percent_does_not_start_drafting():
+    length = GoodputLength(1, CostProfile(Curve({1: 1.0, 2: 1.23}), Curve({1: 1e-6}), frozen=True))
     length._rounds_off = 0
     gain = length.forecast(1)[1] / length.forecast(1)[0]
-    assert 1.0 < gain < 1.03
+    assert 1.04 < gain < 1.04 * 1.03
     assert length.choose(1).num_drafts == 0
-    cheaper = GoodputLength(1, CostProfile(Curve({1: 1.0, 2: 1.2}), Curve({1: 1e-6}), frozen=True))
+    cheaper = GoodputLength(1, CostProfile(Curve({1: 1.0, 2: 1.18}), Curve({1: 1e-6}), frozen=True))
     cheaper._rounds_off = 0
     assert cheaper.choose(1).num_drafts == 1
 

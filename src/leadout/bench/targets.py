@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from leadout.bench.results import Cell
 from leadout.bench.statistics import Ratio
 
+SECTIONS = ("peers", "rounds", "auto", "tail", "context")
 TIE, TIE_LOWER_END = 0.98, 0.95
 STREAM_SHARE = 0.75
 ROUND_COST, OVER_BOUND = 1.35, 1.15
@@ -43,8 +44,9 @@ def peer_limit(peer: str, rows: int) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPlan:
-    """The cells. The defaults take about 20 minutes on two cores."""
+    """The cells. The defaults take about 25 minutes on two cores."""
 
+    sections: tuple[str, ...] = SECTIONS
     context: int = 64
     peer_batches: tuple[int, ...] = (1, 4, 8, 16, 32, 64)
     peer_tokens: int = 64
@@ -76,6 +78,8 @@ class TargetPlan:
     """Drafter, rows, new tokens. good: a head accepted as often as set; bad: an untrained head."""
     auto_fixed: tuple[int, ...] = (1, 3)
     """Fixed k beside plain that auto is held against, with the good drafter."""
+    auto_siblings: int = 8
+    """Rows of one prompt, as in GRPO: they share its prefill."""
     auto_pairs: int = 15
     tail_pairs: int = 7
     contexts: tuple[int, int] = (128, 2048)

@@ -108,18 +108,16 @@ def measure_targets(options: BenchOptions, plan: TargetPlan, *, tell: Tell, show
     machine = BenchMachine(options.model, max_len=longest, dtype=options.dtype, threads=options.threads)
     session = _Session(machine=machine, plan=plan, draft=options.draft, tell=tell, show=show)
     peers: dict[str, dict[str, object]] = {}
-    with session.section("peers"), TemporaryDirectory(prefix="leadout-bench-") as logs, ExitStack() as running:
-        contenders = _peers(session, options, Path(logs), running)
-        _against_peers(session, contenders)
-        peers = {peer.name: describe_peer(peer) for peer in contenders}
-    with session.section("rounds"):
-        _round_costs(session)
-    with session.section("auto"):
-        _auto(session)
-    with session.section("long tail"):
-        _long_tail(session)
-    with session.section("context"):
-        _contexts(session)
+    if "peers" in plan.sections:
+        with session.section("peers"), TemporaryDirectory(prefix="leadout-bench-") as logs, ExitStack() as running:
+            contenders = _peers(session, options, Path(logs), running)
+            _against_peers(session, contenders)
+            peers = {peer.name: describe_peer(peer) for peer in contenders}
+    own = {"rounds": _round_costs, "auto": _auto, "tail": _long_tail, "context": _contexts}
+    for name, measured in own.items():
+        if name in plan.sections:
+            with session.section(name):
+                measured(session)
     return TargetReport(
         machine=describe(machine),
         peers=peers,
@@ -210,7 +208,10 @@ def _round_checks(session: _Session, rows: int, cell: Cell, samples: dict[str, l
 def _auto(session: _Session) -> None:
     plan = session.plan
     for kind, rows, tokens in plan.auto_cells:
-        workload = session.workload(f"auto, {kind} drafter, batch {rows}", rows, tokens)
+        groups = -(-rows // plan.auto_siblings)
+        prompts = session.machine.prompts(groups, plan.context)
+        prompts = tuple(prompts[row // plan.auto_siblings] for row in range(rows))
+        workload = Workload(name=f"auto, {kind} drafter, batch {rows}", prompts=prompts, lengths=(tokens,) * rows)
         lengths: list[Length] = [*plan.auto_fixed, AUTO] if kind == "good" else [AUTO]
         cell = measure(
             session.machine,

@@ -43,7 +43,11 @@ _Calibrate = Annotated[
     typer.Option(metavar="FILE", help="Instead, write this machine's profile for `leadout simulate --profile`."),
 ]
 _Targets = Annotated[
-    bool, typer.Option("--targets", metavar="", help="Instead, measure the project's targets (about 20 minutes).")
+    bool, typer.Option("--targets", metavar="", help="Instead, measure the project's targets (about 25 minutes).")
+]
+_Sections = Annotated[
+    str | None,
+    typer.Option(metavar="S,S", help="With --targets: some of peers, rounds, auto, tail, context; all if not given."),
 ]
 _Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write everything here.")]
 
@@ -65,6 +69,7 @@ def bench(
     dtype: _Dtype = "bfloat16",
     calibrate: _Calibrate = None,
     targets: _Targets = False,
+    sections: _Sections = None,
     json: _Json = None,
 ) -> None:
     """Measure generation: tokens/s, acceptance, round cost and memory at every batch size and draft length.
@@ -99,9 +104,19 @@ def bench(
     if calibrate is not None:
         _calibrate(options, calibrate)
     elif targets:
-        _targets_table(options, json)
+        _targets_table(options, _section_names(sections), json)
     else:
         _run(options, json)
+
+
+def _section_names(text: str | None) -> tuple[str, ...]:
+    from leadout.bench.targets import SECTIONS
+
+    names = SECTIONS if text is None else tuple(dict.fromkeys(text.split(",")))
+    unknown = sorted(set(names) - set(SECTIONS))
+    if unknown:
+        raise ConfigError(f"--sections: expected some of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
+    return names
 
 
 def _counts(text: str, option: str, *, low: int, high: int) -> tuple[int, ...]:
@@ -174,7 +189,7 @@ def _calibrate(options: BenchOptions, path: Path) -> None:
     )
 
 
-def _targets_table(options: BenchOptions, json: Path | None) -> None:
+def _targets_table(options: BenchOptions, sections: tuple[str, ...], json: Path | None) -> None:
     from leadout.bench.render import render_cell, render_checks
     from leadout.bench.results import Cell
     from leadout.bench.targets import TargetPlan
@@ -188,7 +203,7 @@ def _targets_table(options: BenchOptions, json: Path | None) -> None:
             console.print(render_cell(cell))
             console.print()
 
-        report = measure_targets(options, TargetPlan(), tell=status.update, show=show)
+        report = measure_targets(options, TargetPlan(sections=sections), tell=status.update, show=show)
     for note in report.notes:
         console.print(note)
     console.print(render_checks(report.checks))

@@ -1,9 +1,9 @@
 """Seconds of a round by its shape, measured while running or read from a profile.
 
 A plain step is timed by its rows, a pass that verifies drafts by the tokens in it (pending tokens and drafts), a draft
-per drafted position by rows. Plain steps of many rows forecast passes with drafts of few that were never tried. Measurements of about the same count share a
-point, which is the median of the latest few: one late round moves nothing. Between points the forecast is linear,
-beyond them it keeps the mean slope.
+per drafted position by rows. Plain steps of many rows forecast passes with drafts of few that were never tried.
+Measurements of about the same count share a point, which is the median of the latest few: one late round moves nothing.
+Between points the forecast is linear, beyond them it keeps the mean slope.
 """
 
 from __future__ import annotations
