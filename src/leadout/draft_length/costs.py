@@ -24,7 +24,6 @@ _KEPT = 9
 """Measurements of a point."""
 _EXACT = 8
 """Counts up to this have points of their own; above, eight points double the count."""
-_SMOOTHING = 0.2
 _APART = 1.5
 """Points must lie this factor apart for their slope to be believed beyond them."""
 
@@ -105,7 +104,8 @@ class CostProfile:
         self.verify = Curve()
         """Passes with drafts, all but the drafting, by tokens."""
         self.draft = draft or Curve()
-        self._catch_up_per_token: float | None = None
+        self.catch_up = Curve()
+        """Running what the drafter has not seen, by tokens."""
         self._frozen = frozen
 
     @classmethod
@@ -160,9 +160,7 @@ class CostProfile:
             return
         self.verify.record(tokens, verify_seconds)
         if backlog:
-            extra = max(0.0, draft_seconds - num_drafts * self._per_draft(asked)) / backlog
-            before = extra if self._catch_up_per_token is None else self._catch_up_per_token
-            self._catch_up_per_token = before + _SMOOTHING * (extra - before)
+            self.catch_up.record(backlog, max(0.0, draft_seconds - num_drafts * self._per_draft(asked)))
         else:
             self.draft.record(asked, draft_seconds / num_drafts)
 
@@ -197,9 +195,7 @@ class CostProfile:
         """Forecast of running tokens the drafter has not seen; unmeasured, a tenth of the policy's own pass."""
         if not backlog:
             return 0.0
-        if self._catch_up_per_token is None:
-            return 0.1 * self.forward.at(backlog)
-        return self._catch_up_per_token * backlog
+        return 0.1 * self.forward.at(backlog) if self.catch_up.is_empty else self.catch_up.at(backlog)
 
     def _per_draft(self, rows: int) -> float:
         """Seconds of one draft position; unmeasured, a tenth of a plain step."""

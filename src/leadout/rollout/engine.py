@@ -27,6 +27,7 @@ from leadout.records import (
     WeightUpdate,
 )
 from leadout.rollout.admission import Admission
+from leadout.rollout.backlog import Backlog
 from leadout.rollout.live import LiveRows
 from leadout.rollout.parts import EngineParts
 from leadout.rollout.prefill import context_of
@@ -56,8 +57,7 @@ class NativeGenerator:
         self._rows: dict[int, Row] = {}
         self._live: LiveRows | None = None
         self._done: list[Rollout] = []
-        self._drafted_up_to_S = np.zeros(num_slots, np.int64)
-        """Cache length at the end of each slot's last drafted round."""
+        self._backlog = Backlog(num_slots)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -207,6 +207,8 @@ class NativeGenerator:
     def _admit(self) -> None:
         for batch, logits_GV in self._admission.advance(len(self._rows)):
             rows = [self._open(request, slot) for c in batch for request, slot in zip(c.requests, c.slots, strict=True)]
+            for cohort in batch:
+                self._backlog.admit(cohort.slots, len(cohort.context))
             owner_B = np.repeat(np.arange(len(batch)), [len(c.slots) for c in batch])
             live = LiveRows.of(rows, self._parts.device)
             logits_BV = logits_GV[torch.from_numpy(owner_B).to(self._parts.device)]
@@ -216,11 +218,9 @@ class NativeGenerator:
             self._done.extend(self._release(ended))
             self._live = None
 
-    def _backlog(self, drafter: Drafter, slots: Sequence[int]) -> int:
+    def _tokens_behind(self, drafter: Drafter, slots: Sequence[int]) -> int:
         """Tokens of these rows that a drafter with taps has to run first; none while it drafts every round."""
-        if not drafter.taps:
-            return 0
-        return int((self._parts.kv.lengths[slots] - self._drafted_up_to_S[slots]).sum())
+        return self._backlog.tokens(slots, self._parts.kv.lengths) if drafter.taps else 0
 
     def _open(self, request: Request, slot: int) -> Row:
         params, given = request.params, request.given
@@ -242,7 +242,6 @@ class NativeGenerator:
             for token in given.token_ids.tolist():
                 watch.push(token)
         self._rows[slot] = row
-        self._drafted_up_to_S[slot] = 0
         self._table.open(row)
         output = torch.from_numpy(self._table.tokens(slot).copy()).to(self._parts.device)
         prompt = torch.from_numpy(request.prompt.token_ids.astype(np.int64)).to(self._parts.device)
@@ -257,13 +256,12 @@ class NativeGenerator:
         if self._parts.drafter is not None:
             choice = self._parts.draft_length.choose(
                 len(self._live.rows),
-                backlog=self._backlog(self._parts.drafter, self._live.slots),
+                backlog=self._tokens_behind(self._parts.drafter, self._live.slots),
                 remaining=float(self._table.remaining(self._live.rows).mean()),
             )
-            backlog = self._backlog(self._parts.drafter, self._live.slots[: choice.num_rows])
+            backlog = self._tokens_behind(self._parts.drafter, self._live.slots[: choice.num_rows])
         ended, outcome = run_round(self._parts, self._sampler, self._table, self._live, choice, backlog)
-        asked = self._live.slots[: outcome.num_asked]
-        self._drafted_up_to_S[asked] = self._parts.kv.lengths[asked]
+        self._backlog.caught_up(self._live.slots[: outcome.num_asked], self._parts.kv.lengths)
         self._parts.draft_length.record(outcome)
         self._done.extend(self._release(ended))
 
@@ -282,4 +280,5 @@ class NativeGenerator:
         if self._parts.drafter is not None:
             self._parts.drafter.release(slots)
         self._parts.kv.release(slots)
+        self._backlog.release(slots)
         self._live = None
