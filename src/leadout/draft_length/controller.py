@@ -24,6 +24,8 @@ _LEAST_GAIN = 1.04
 is slower per token: a cost that no single round shows (4 % of a batch of equal lengths, measured)."""
 _PROBE_AFTER = 60
 _PROBE_AT_LATEST = 150
+_MOST_PATIENCE = 4
+"""Every probe that starts nothing doubles the wait for the next one, up to this factor."""
 _FIRST_PROBE_AFTER = 6
 """While little is known of the drafter, probes follow each other after so many rounds."""
 _KNOWN = 8.0
@@ -34,7 +36,8 @@ _EXPLORE_GAIN = 1.1
 """A round of a size never measured is tried where even its least cost would gain this much."""
 _REFRESH_AFTER = 64
 """Rounds of speculation after which one plain step keeps its own time fresh."""
-_DECIDE_EVERY = 4
+_DECIDE_EVERY, _DECIDE_EVERY_OFF = 4, 16
+"""Rounds between decisions while the rows stay the same; a decision costs a fraction of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ class GoodputLength:
         self._current = 0
         self._rounds_off = _PROBE_AFTER
         self._rounds_on = 0
+        self._patience = 1
         self._most_rows = 0
         self._decided: tuple[int, int] = (0, 0)
         """Rows of the latest decision and rounds since."""
@@ -136,6 +140,8 @@ class GoodputLength:
         if not self.costs.is_frozen and not self.costs.forward.knows(rows):
             return Choice(0, rows)
         if self._probe_is_due(rows):
+            if self.acceptance.num_asked >= _KNOWN:
+                self._patience = min(2 * self._patience, _MOST_PATIENCE)
             self._rounds_off = 0
             self._most_rows = 0
             return Choice(min(3, self._max_length), -(-rows // _PROBE_SHARE))
@@ -144,7 +150,7 @@ class GoodputLength:
             self._rounds_on = 0
             return Choice(0, rows)
         decided_for, age = self._decided
-        if rows != decided_for or age >= _DECIDE_EVERY:
+        if rows != decided_for or age >= (_DECIDE_EVERY if self._current else _DECIDE_EVERY_OFF):
             # A round that explores is judged at once.
             age = _DECIDE_EVERY - 1 if self._decide(rows, backlog, remaining) else 0
         self._decided = rows, age + 1
@@ -211,13 +217,15 @@ class GoodputLength:
 
     def _probe_is_due(self, rows: int) -> bool:
         if self._current:
+            self._patience = 1
             return False
         self._rounds_off += 1
         self._most_rows = max(self._most_rows, rows)
         if self.acceptance.num_asked < _KNOWN:
             return self._rounds_off > _FIRST_PROBE_AFTER
         in_tail = 2 * rows <= self._most_rows or rows == 1
-        return self._rounds_off > _PROBE_AT_LATEST or (self._rounds_off > _PROBE_AFTER and in_tail)
+        waited = self._rounds_off / self._patience
+        return waited > _PROBE_AT_LATEST or (waited > _PROBE_AFTER and in_tail)
 
     def record(self, outcome: RoundOutcome) -> None:
         """Update acceptance and costs."""
@@ -240,6 +248,7 @@ class GoodputLength:
             "current": self._current,
             "rounds_off": self._rounds_off,
             "rounds_on": self._rounds_on,
+            "patience": self._patience,
             "most_rows": self._most_rows,
             "decided": list(self._decided),
         }
@@ -247,8 +256,9 @@ class GoodputLength:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore it."""
         acceptance, decided = state["acceptance"], state["decided"]
-        counts = [state[name] for name in ("current", "rounds_off", "rounds_on", "most_rows")]
+        counts = [state[name] for name in ("current", "rounds_off", "rounds_on", "patience", "most_rows")]
         assert isinstance(acceptance, dict) and isinstance(decided, list)
         self.acceptance.load_state_dict(acceptance)
-        self._current, self._rounds_off, self._rounds_on, self._most_rows = (int(str(count)) for count in counts)
+        numbers = (int(str(count)) for count in counts)
+        self._current, self._rounds_off, self._rounds_on, self._patience, self._most_rows = numbers
         self._decided = int(decided[0]), int(decided[1])
