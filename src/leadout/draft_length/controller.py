@@ -140,7 +140,7 @@ class GoodputLength:
         if not self.costs.is_frozen and not self.costs.forward.knows(rows):
             return Choice(0, rows)
         if self._probe_is_due(rows):
-            if self.acceptance.num_asked >= _KNOWN:
+            if self.acceptance.num_asked >= 4 * _KNOWN:
                 self._patience = min(2 * self._patience, _MOST_PATIENCE)
             self._rounds_off = 0
             self._most_rows = 0
