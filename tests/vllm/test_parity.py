@@ -89,7 +89,7 @@ def tiny(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tu
             policies[scaled] = Tiny(root / f"policy-{scaled}", form)
         own = policies[scaled]
         folder = root / f"head-{number}"
-        write(form, teach(head_of(form, own.model), own.model, own.rollouts[:12], steps=8), folder, own.model)
+        write(form, teach(head_of(form, own.model), own.model, own.rollouts, steps=8), folder, own.model)
         head = read_eagle3(folder, policy=own.model.state_dict(), num_layers=4)
         ours.append(sides.here(own.fused, head, own.prompts, NEW_TOKENS))
         assert ours[-1].tokens == [rollout.token_ids.tolist() for rollout in own.rollouts]

@@ -75,24 +75,21 @@ class Form:
         return {"parallel_drafting": True} if "mask_token_id" in self.spec else {}
 
 
+_ONE_NORM = {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True}
 FORMS = {
     "reduced vocabulary": Form(),
     "whole vocabulary": Form(reduced=False),
     "first and last states": Form(spec={"layer_ids": (0, 2, 4)}),
     "two states": Form(spec={"layer_ids": (1, 3)}),
-    "one norm over the states": Form(spec={"fc_norm": False, "norm_before_fc": True}),
+    "one norm over the states, normed residual": Form(spec=_ONE_NORM),
     "no norm of the states": Form(spec={"fc_norm": False}),
-    "normed residual": Form(spec={"norm_before_residual": True}),
     "embeddings of its own": Form(own_embeddings=True),
     "scaled rotation": Form(rope=LLAMA3),
-    "speculators, reduced vocabulary": Form(speculators=True),
-    "speculators, whole vocabulary": Form(speculators=True, reduced=False),
+    "speculators": Form(speculators=True),
     "speculators, two states": Form(speculators=True, spec={"layer_ids": (1, 3)}),
-    "speculators, normed residual": Form(speculators=True, spec={"norm_before_residual": True}),
-    "speculators, one norm over the states": Form(speculators=True, spec={"fc_norm": False, "norm_before_fc": True}),
+    "speculators, one norm, normed residual, whole vocabulary": Form(speculators=True, spec=_ONE_NORM, reduced=False),
     "speculators, scaled rotation": Form(speculators=True, rope=LLAMA3),
     "speculators, parallel": Form(speculators=True, spec={"mask_token_id": VOCAB - 1}),
-    "parallel": Form(spec={"mask_token_id": VOCAB - 1}),
 }
 
 
