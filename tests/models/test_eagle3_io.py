@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -311,6 +312,13 @@ def test_layer_ids_beyond_the_policy_are_an_error(folder):
     rewrite(folder, change_config=lambda config: config.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]))
     with pytest.raises(ModelError, match=r"to lie in 0\.\.\d+ \(the state entering each layer\), got \[1, 2, 9\]"):
         read_eagle3(folder, num_layers=4)
+
+
+@pytest.mark.parametrize("ids", [[3, 1, 2], [1, 2, 2]])
+def test_layer_ids_that_other_engines_would_reorder_are_an_error(folder, ids):
+    rewrite(folder, change_config=lambda config: config.update(eagle_aux_hidden_state_layer_ids=ids))
+    with pytest.raises(ModelError, match=re.escape(f"rising order, each once (engines join them so), got {ids}")):
+        read_eagle3(folder)
 
 
 def test_negative_layer_ids_are_an_error(folder):

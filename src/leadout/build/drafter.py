@@ -131,11 +131,11 @@ def count_layers(policy: Mapping[str, torch.Tensor]) -> int:
     return 1 + max(int(name.split(".")[2]) for name in policy if name.startswith("model.layers."))
 
 
-def default_layers(num_layers: int) -> tuple[int, int, int]:
+def default_layers(num_layers: int) -> tuple[int, ...]:
     """EAGLE-3's early, middle and late layer; spread evenly over a policy too shallow for them to differ."""
     if num_layers >= 7:
         return 2, num_layers // 2, num_layers - 3
-    return 0, num_layers // 2, num_layers
+    return tuple(sorted({0, num_layers // 2, num_layers}))
 
 
 def make_drafter(

@@ -61,6 +61,10 @@ class DraftHeadSpec:
                 f"draft_vocab_size must be at most vocab_size {self.vocab_size}, got {self.draft_vocab_size}",
             ),
             (len(self.layer_ids) > 0, "expected at least one tapped layer, got none"),
+            (
+                list(self.layer_ids) == sorted(set(self.layer_ids)),
+                f"expected tapped layers in rising order, each once (engines join them so), got {list(self.layer_ids)}",
+            ),
         )
         for holds, message in checks:
             if not holds:

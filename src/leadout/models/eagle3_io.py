@@ -75,6 +75,8 @@ def write_speculators(head: Eagle3Head, folder: Path, policy_embedding_PH: Tenso
         **{name: fields[name] for name in own},
     }
     layer = {"model_type": "llama", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
+    # vLLM 0.32 looks for these two among the layer's fields: the number of states always, the norms of a parallel head.
+    layer |= {name: fields[name] for name in ("num_aux_hidden_states", "fc_norm")}
     config["transformer_layer_config"] = shape_fields(spec, head.dtype) | layer
     tensors = dict(head.state_dict())
     if spec.mask_token_id is not None:
