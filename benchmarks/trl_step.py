@@ -114,7 +114,9 @@ def show(taken: dict[str, list[dict[str, float]]], options: argparse.Namespace) 
 
 def tell(**values: float) -> None:
     """One marked line to the driver."""
-    print(MARK + json.dumps({**values, "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}), flush=True)
+    print(
+        MARK + json.dumps({**values, "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}), flush=True
+    )
 
 
 def run_leadout(options: argparse.Namespace) -> None:
