@@ -34,6 +34,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> DraftPlan:
         num_rollouts=40,
         passes=3,
         batch=8,
+        num_generations=1,
         measure_every=3,
         held_out=3,
         max_completion_length=12,

@@ -16,6 +16,7 @@ from leadout.build.generator import make_decoder, make_device, make_generator
 from leadout.build.learner import load_trainable, small_student
 from leadout.build.round_cost import RoundCost, measure_round_costs
 from leadout.config import Data, RolloutSection
+from leadout.drafters.recorder import StateRecorder
 from leadout.errors import ConfigError
 from leadout.logprob.policy_forward import ForwardSettings, PackedForward
 from leadout.models.decoder import FusedDecoder
@@ -30,7 +31,8 @@ from leadout.train.students import DraftStudent, HeadStudent
 
 _HELD_OUT_EVERY = 10
 _RANKED_PROMPTS = 64
-_PACK = 8
+_PACK = 4
+"""Completions of a pack: the mask over a pack of many prompts is mostly empty, and is paid for in full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,8 @@ class TrainingParts:
     prompts: list[Prompt]
     held_out: dict[str, list[Prompt]]
     generator: NativeGenerator
+    recorder: StateRecorder
+    """In the generator; has the states of what that made."""
     params: SamplingParams
     forward: PackedForward
     student: DraftStudent
@@ -75,10 +79,12 @@ def build_parts(plan: DraftPlan, path: Path, last: Path | None) -> TrainingParts
             student.load(last)
     else:
         student = HeadStudent(head.to(device))
+    recorder = StateRecorder((*student.taps, spec.num_layers))
     return TrainingParts(
         prompts=prompts,
         held_out=held_out,
-        generator=make_generator(decoder, codec, section, num_rows=plan.batch),
+        generator=make_generator(decoder, codec, section, num_rows=plan.batch, recorder=recorder),
+        recorder=recorder,
         params=sampling_params(section, codec, plan.seed),
         forward=PackedForward(model, forward),
         student=student,

@@ -22,6 +22,8 @@ class DraftPlan:
     num_rollouts: int = 2048
     passes: int = 2
     """Times that every rollout is learnt from."""
+    num_generations: int = 4
+    """Rollouts of each prompt, which share its prefill."""
     batch: int = 64
     """Rollouts generated at once and learnt from before the next."""
     measure_every: int = 4
@@ -47,6 +49,10 @@ class DraftPlan:
     def __post_init__(self) -> None:
         whole_vocabulary = self.method in ("mtp", "small_model")
         checks = (
+            (
+                self.batch % self.num_generations == 0,
+                f"--num-generations: expected a divisor of the batch of {self.batch}, got {self.num_generations}",
+            ),
             (
                 self.method != "small_model" or self.init is not None,
                 "--method small_model needs --start, the model to train (leadout draft init makes one)",

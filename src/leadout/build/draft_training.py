@@ -19,19 +19,21 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from leadout.build.data import EVALUATION_SEED
 from leadout.build.draft_card import policy_hash, write_card
 from leadout.build.draft_parts import TrainingParts, build_parts
 from leadout.build.draft_plan import DraftPlan, draft_settings
-from leadout.build.kept_rollouts import read_rollouts, write_rollouts
+from leadout.build.kept_rollouts import read_rollouts, unscored_group, write_rollouts
 from leadout.build.process import prepare_process
 from leadout.errors import CheckpointError, ConfigError
+from leadout.logprob.recorded import recorded_output
 from leadout.models.cut_layers import copy_tokenizer
 from leadout.models.eagle3 import Eagle3Head
 from leadout.models.eagle3_io import write_speculators
@@ -39,7 +41,7 @@ from leadout.models.loading import resolve
 from leadout.pipeline.folder import write_json, write_text
 from leadout.pipeline.generate import generate
 from leadout.pipeline.requests import make_requests
-from leadout.records import Group, Prompt, SamplingParams
+from leadout.records import Group, Prompt, Request
 from leadout.train.cotrain import DraftTrainer
 from leadout.train.students import HeadStudent
 
@@ -85,6 +87,14 @@ def _open(out: Path, fingerprint: Mapping[str, Any]) -> bool:
     return False
 
 
+class _Batch(NamedTuple):
+    """Rollouts to learn from."""
+
+    groups: list[Group]
+    states: list[Tensor] | None
+    """The policy's states of each rollout, if they were kept."""
+
+
 class _Session:
     """One training, from wherever it stands to its end."""
 
@@ -124,49 +134,62 @@ class _Session:
         if self._done == 0:
             self._measure(held_out)
         while self._done < total:
-            groups = self._batch(self._done)
+            made = self._batch(self._done)
             began = time.monotonic()
-            self._learn(groups)
+            self._learn(made)
             self._seconds["train"] += time.monotonic() - began
             self._done += 1
             if self._done % plan.measure_every == 0 or self._done == total:
                 self._measure(held_out)
         return self._best
 
-    def _batch(self, number: int) -> list[Group]:
+    def _batch(self, number: int) -> _Batch:
         """A batch by its number over all passes: made in the first pass, read again in the others."""
         plan = self._plan
         epoch, index = divmod(number, plan.num_batches)
         if epoch:
             index = int(np.random.default_rng((plan.seed, epoch)).permutation(plan.num_batches)[index])
-        file = self._out / "rollouts" / f"{index:05d}.npz"
-        if not file.is_file():
-            prompts = self._parts.prompts
-            first = index * plan.batch
-            count = min(plan.batch, plan.num_rollouts - first)
-            picked = [prompts[(first + i) % len(prompts)] for i in range(count)]
-            self._generate(file, picked, self._parts.params, first)
-        return read_rollouts(file)
+            return _Batch(read_rollouts(self._file(f"{index:05d}")), None)
+        prompts = self._parts.prompts
+        first = index * plan.batch
+        count = min(plan.batch, plan.num_rollouts - first)
+        draws = range(first // plan.num_generations, -(-(first + count) // plan.num_generations))
+        picked = [prompts[draw % len(prompts)] for draw in draws]
+        requests = make_requests(picked, self._parts.params, plan.num_generations, draws.start)[:count]
+        # States are not kept on disk: a batch that an interrupted training had made is made again, token for token.
+        return self._generate(self._file(f"{index:05d}"), requests)
 
     def _held_out(self, name: str, prompts: Sequence[Prompt]) -> list[Group]:
-        file = self._out / "rollouts" / f"held_out-{name.replace('/', '_')}.npz"
+        file = self._file(f"held_out-{name.replace('/', '_')}")
         if not file.is_file():
             params = replace(self._parts.params, seed=self._plan.seed + EVALUATION_SEED)
-            self._generate(file, prompts, params, 0)
+            self._generate(file, make_requests(prompts, params, 1))
         return read_rollouts(file)
 
-    def _generate(self, file: Path, prompts: Sequence[Prompt], params: SamplingParams, first_draw: int) -> None:
-        began = time.monotonic()
-        write_rollouts(file, generate(self._parts.generator, make_requests(prompts, params, 1, first_draw)))
-        self._seconds["rollout"] += time.monotonic() - began
+    def _file(self, name: str) -> Path:
+        return self._out / "rollouts" / f"{name}.npz"
 
-    def _learn(self, groups: Sequence[Group]) -> None:
+    def _generate(self, file: Path, requests: Sequence[Request]) -> _Batch:
+        began = time.monotonic()
+        rollouts = generate(self._parts.generator, requests)
+        write_rollouts(file, rollouts)
+        # Neighbours share an update: they should be of different prompts.
+        spread = sorted(rollouts, key=lambda rollout: (rollout.request_id.sibling, rollout.request_id.draw))
+        states = [self._parts.recorder.take(rollout.request_id) for rollout in spread]
+        self._seconds["rollout"] += time.monotonic() - began
+        return _Batch([unscored_group([rollout]) for rollout in spread], states)
+
+    def _learn(self, made: _Batch) -> None:
         trainer, forward = self._trainer, self._parts.forward
-        trainer.begin_step(len(groups))
-        for batch in forward.pack(groups, [np.zeros(1)] * len(groups)):
+        trainer.begin_step(sum(len(group.rollouts) for group in made.groups))
+        for batch in forward.pack(made.groups, [np.zeros(len(group.rollouts)) for group in made.groups]):
             if batch.response_R.numel():
-                with torch.no_grad():
-                    output = forward.run(batch, taps=trainer.taps)
+                if made.states is None:
+                    with torch.no_grad():
+                        output = forward.run(batch, taps=trainer.taps)
+                else:
+                    first = batch.first_rollout
+                    output = recorded_output(forward, batch, made.states[first : first + len(batch.rollouts)])
                 trainer.observe(batch, output, forward)
         self._trained = trainer.finish_step(forward)
 

@@ -14,6 +14,7 @@ from leadout.draft_length.controller import DraftLength, FixedLength, GoodputLen
 from leadout.draft_length.costs import CostProfile
 from leadout.drafters.combined import CombinedDrafter
 from leadout.drafters.history import HistoryDrafter
+from leadout.drafters.recorder import StateRecorder
 from leadout.drafters.small_model import SmallModelDrafter
 from leadout.errors import CapacityError, ConfigError
 from leadout.interfaces import Drafter
@@ -116,11 +117,16 @@ def make_generator(
     num_rows: int,
     head: DraftHead | None = None,
     learns_draft: bool = False,
+    recorder: StateRecorder | None = None,
 ) -> NativeGenerator:
-    """A generator for up to `num_rows` rows at once, fewer where the cache's memory is bounded."""
+    """A generator for up to `num_rows` rows at once, fewer where the cache's memory is bounded.
+
+    `recorder` keeps the policy's states; for generators without speculation.
+    """
     slots = num_slots(decoder.spec, section, num_rows, decoder.max_len)
     speculation = section.speculative_config
-    drafter = None
+    assert speculation is None or recorder is None, "states are kept of plain rounds"
+    drafter: Drafter | None = recorder
     if speculation is not None:
         drafter = make_drafter(speculation, decoder, head, codec, num_slots=slots)
     learnt = None

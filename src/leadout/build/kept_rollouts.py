@@ -5,6 +5,7 @@ One `.npz` per batch of generation; a file appears whole or not at all. Axes: N 
 
 from __future__ import annotations
 
+import itertools
 import os
 import zipfile
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
 
 
 def read_rollouts(path: Path) -> list[Group]:
-    """One group per rollout, numbered from 0, without rewards.
+    """Groups without rewards; neighbours with the same prompt are siblings.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -45,9 +46,17 @@ def read_rollouts(path: Path) -> list[Group]:
         with np.load(path) as arrays:
             prompts = _split(arrays["prompts_X"], arrays["prompt_lengths_N"])
             tokens = _split(arrays["tokens_X"], arrays["lengths_N"])
+            pairs = list(zip(prompts, tokens, strict=True))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path}: expected kept rollouts, got {error}; delete it to make them again") from error
-    return [_group(draw, *pair) for draw, pair in enumerate(zip(prompts, tokens, strict=True))]
+    siblings = itertools.groupby(pairs, key=lambda pair: pair[0].tobytes())
+    return [_group(draw, list(members)) for draw, (_, members) in enumerate(siblings)]
+
+
+def unscored_group(rollouts: Sequence[Rollout]) -> Group:
+    """Siblings that nobody rewards."""
+    scores = (Score(reward=0.0, parts={}, text=""),) * len(rollouts)
+    return Group(prompt=rollouts[0].prompt, rollouts=tuple(rollouts), scores=scores)
 
 
 def _joined(parts: Sequence[IntArray]) -> IntArray:
@@ -58,11 +67,15 @@ def _split(tokens_X: IntArray, lengths_N: IntArray) -> list[IntArray]:
     return [np.asarray(part) for part in np.split(tokens_X, np.cumsum(lengths_N)[:-1])]
 
 
-def _group(draw: int, prompt_ids: IntArray, token_ids: IntArray) -> Group:
-    prompt, none = Prompt(id=str(draw), token_ids=prompt_ids, text=""), np.zeros(0, np.int16)
-    unknown = np.zeros(len(token_ids), np.float32)
-    rollout = Rollout(
-        request_id=RolloutId(draw, 0),
+def _group(draw: int, members: Sequence[tuple[IntArray, IntArray]]) -> Group:
+    prompt = Prompt(id=str(draw), token_ids=members[0][0], text="")
+    return unscored_group([_rollout(RolloutId(draw, sibling), prompt, ids) for sibling, (_, ids) in enumerate(members)])
+
+
+def _rollout(rollout_id: RolloutId, prompt: Prompt, token_ids: IntArray) -> Rollout:
+    none, unknown = np.zeros(0, np.int16), np.zeros(len(token_ids), np.float32)
+    return Rollout(
+        request_id=rollout_id,
         prompt=prompt,
         token_ids=token_ids,
         logprobs=unknown,
@@ -71,4 +84,3 @@ def _group(draw: int, prompt_ids: IntArray, token_ids: IntArray) -> Group:
         rounds=Rounds(drafted=none, accepted=none),
         finish=Finish.LENGTH,
     )
-    return Group(prompt=prompt, rollouts=(rollout,), scores=(Score(reward=0.0, parts={}, text=""),))

@@ -97,7 +97,7 @@ def train(
     model: Annotated[str, typer.Option(metavar="MODEL", help="The policy: alias, folder or hub id.")],
     data: Annotated[
         list[str],
-        typer.Option(metavar="DATA", help="FILE, FILE@PROMPT_KEY, a task, or hub:ID; repeat to mix several."),
+        typer.Option(metavar="DATA", help="FILE, FILE@PROMPT_KEY, TASK, TASK@ROWS or hub:ID; repeat to mix."),
     ],
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder of the drafter; an interrupted training goes on there.")
@@ -106,6 +106,7 @@ def train(
         Literal["eagle3", "parallel", "mtp", "small_model"], typer.Option(help="What is trained.")
     ] = "eagle3",
     rollouts: Annotated[int, typer.Option(min=1, help="Rollouts to generate.")] = 2048,
+    num_generations: Annotated[int, typer.Option(min=1, help="Rollouts of each prompt, which share its prefill.")] = 4,
     passes: Annotated[int, typer.Option(min=1, help="Times that each is learnt from.")] = 2,
     max_completion_length: Annotated[int, typer.Option(min=2, help="Tokens per rollout.")] = 96,
     temperature: Annotated[
@@ -136,6 +137,7 @@ def train(
         model=model,
         data=dict(_dataset(text) for text in data),
         num_rollouts=rollouts,
+        num_generations=num_generations,
         passes=passes,
         held_out=held_out,
         measure_every=measure_every,
@@ -183,4 +185,6 @@ def _dataset(text: str) -> tuple[str, Dataset]:
         if not Path(name).is_file():
             raise DataError(f"{name}: no such data file; check --data (relative to where you run)")
         return Path(name).stem, Dataset(path=Path(name), prompt_key=key or "prompt", answer_key=None)
-    return name.replace("/", "_"), Dataset(task=name)
+    if key and not (key.isdecimal() and int(key)):
+        raise DataError(f"--data {text}: expected TASK or TASK@ROWS, such as {name}@5000, got {key!r} rows")
+    return name.replace("/", "_"), Dataset(task=name, num_rows=int(key) if key else None)

@@ -177,7 +177,7 @@ class PaddedRows:
 def padded_rows(batch: TrainBatch) -> PaddedRows:
     """Unshare a pack."""
     rows, row_R, column_R = [], [], []
-    for row, (prompt_T, completion_T) in enumerate(_completions(batch)):
+    for row, (prompt_T, completion_T) in enumerate(completions(batch)):
         rows.append(torch.cat([prompt_T, completion_T]))
         row_R.append(torch.full_like(completion_T, row))
         column_R.append(torch.arange(completion_T.numel(), device=completion_T.device) + prompt_T.numel() - 1)
@@ -192,7 +192,7 @@ def padded_rows(batch: TrainBatch) -> PaddedRows:
     )
 
 
-def _completions(batch: TrainBatch) -> Iterator[tuple[Tensor, Tensor]]:
+def completions(batch: TrainBatch) -> Iterator[tuple[Tensor, Tensor]]:
     """(indices of the prompt, indices of the completion) of every rollout in the pack, in order."""
     prompt_T: Tensor | None = None
     segments_T = batch.segment_T
