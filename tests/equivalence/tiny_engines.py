@@ -19,7 +19,7 @@ from leadout.drafters.small_model import SmallModelDrafter
 from leadout.interfaces import Drafter
 from leadout.models.cut_layers import cut_config, cut_tensors
 from leadout.models.decoder import FusedDecoder
-from leadout.models.draft_head import DraftHead
+from leadout.models.draft_head import DraftHead, policy_shape
 from leadout.models.eagle3 import initial_head
 from leadout.models.eagle3_spec import Eagle3Spec
 from leadout.models.kv import KVSlots
@@ -40,18 +40,7 @@ REDUCED = tuple(range(0, 96, 2))
 def eagle3_head(model: Any, *, reduced: bool = True, seed: int = 0, kind: str = "eagle3") -> DraftHead:
     """An untrained head for the model; it taps the states that leave each layer, a multi-token head the last."""
     spec = DecoderSpec.from_config(model.config.to_dict())
-    common: dict[str, Any] = {
-        "hidden_size": spec.hidden_size,
-        "num_heads": spec.num_heads,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "intermediate_size": spec.intermediate_size,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "rope": spec.rope,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "vocab_size": spec.vocab_size,
-        "target_hidden_size": spec.hidden_size,
-    }
+    common = policy_shape(DecoderSpec.from_config(model.config.to_dict()))
     generator, policy = torch.Generator().manual_seed(seed), model.state_dict()
     if kind == "mtp":
         mtp = MtpSpec(**common, draft_vocab_size=spec.vocab_size, layer_ids=(spec.num_layers,))

@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leadout.logprob.policy_forward import ForwardSettings, PackedForward
-from leadout.models.draft_head import DraftHead
+from leadout.models.draft_head import DraftHead, policy_shape
 from leadout.models.eagle3 import Eagle3Head, Eagle3Spec, initial_head
 from leadout.models.mtp import MtpSpec, initial_mtp_head
-from leadout.models.rope import RopeSpec
+from leadout.models.spec import DecoderSpec
 from leadout.records import Finish, Group, Prompt, Rollout, RolloutId, Rounds, Score, Source, Span
 from leadout.refit.publish import weight_update
 from leadout.train.cotrain import DraftTrainer
@@ -147,9 +147,7 @@ def tiny_draft_head(
     """A head of any kind; multi-token heads draft from the whole vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     head: DraftHead = (
-        initial_mtp_head(_mtp_spec(len(model.model.layers)), model.state_dict(), generator)
-        if kind == "mtp"
-        else _eagle3_head(model, reduced, kind == "parallel", generator)
+        _mtp_head(model, generator) if kind == "mtp" else _eagle3_head(model, reduced, kind == "parallel", generator)
     )
     with torch.no_grad():
         for parameter in head.parameters():
@@ -157,37 +155,17 @@ def tiny_draft_head(
     return head.to(model.dtype)
 
 
-def _mtp_spec(num_layers: int) -> MtpSpec:
-    return MtpSpec(
-        hidden_size=24,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=6,
-        intermediate_size=32,
-        rms_norm_eps=1e-5,
-        rope=RopeSpec(rope_type="default", theta=10000.0, dim=6),
-        max_position_embeddings=128,
-        vocab_size=VOCAB,
-        draft_vocab_size=VOCAB,
-        layer_ids=(num_layers,),
-        target_hidden_size=24,
-    )
+def _mtp_head(model, generator: torch.Generator) -> DraftHead:
+    shape = policy_shape(DecoderSpec.from_config(model.config.to_dict()))
+    spec = MtpSpec(**shape, draft_vocab_size=VOCAB, layer_ids=(len(model.model.layers),))
+    return initial_mtp_head(spec, model.state_dict(), generator)
 
 
 def _eagle3_head(model, reduced: bool, parallel: bool, generator: torch.Generator) -> Eagle3Head:
     spec = Eagle3Spec(
-        hidden_size=24,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=6,
-        intermediate_size=32,
-        rms_norm_eps=1e-5,
-        rope=RopeSpec(rope_type="default", theta=10000.0, dim=6),
-        max_position_embeddings=128,
-        vocab_size=VOCAB,
+        **policy_shape(DecoderSpec.from_config(model.config.to_dict())),
         draft_vocab_size=len(DRAFT_IDS) if reduced else VOCAB,
         layer_ids=(1, 2, 3),
-        target_hidden_size=24,
         mask_token_id=VOCAB - 1 if parallel else None,
     )
     return initial_head(spec, model.state_dict(), generator, token_ids_V=DRAFT_IDS if reduced else None)

@@ -18,6 +18,7 @@ from leadout.data.rows import Row, task_rows
 from leadout.data.tasks import make_task
 from leadout.errors import ModelError
 from leadout.models.decoder import FusedDecoder
+from leadout.models.draft_head import policy_shape
 from leadout.models.eagle3 import Eagle3Head, initial_head
 from leadout.models.eagle3_io import read_eagle3, write_eagle3
 from leadout.models.eagle3_spec import Eagle3Spec
@@ -129,18 +130,9 @@ def pretrained_head(spec: DecoderSpec, model: Any, rollouts: list[Rollout]) -> E
     rest = [i for i in range(spec.vocab_size) if i not in set(said)]
     ids = torch.tensor(sorted(said + rest[: DRAFT_VOCAB - len(said)]))
     shape = Eagle3Spec(
-        hidden_size=spec.hidden_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-        rms_norm_eps=spec.rms_norm_eps,
-        rope=spec.rope,
-        max_position_embeddings=spec.max_position_embeddings,
-        vocab_size=spec.vocab_size,
+        **policy_shape(spec),
         draft_vocab_size=DRAFT_VOCAB,
         layer_ids=(2, spec.num_layers // 2, spec.num_layers - 3),
-        target_hidden_size=spec.hidden_size,
     )
     head = initial_head(shape, model.state_dict(), torch.Generator().manual_seed(0), token_ids_V=ids)
     return teach(head, model, rollouts[-TAUGHT:], steps=1, passes=10, learning_rate=2e-3)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from leadout.models.draft_head import policy_shape
 from leadout.models.eagle3 import Eagle3Head, initial_head
 from leadout.models.eagle3_io import write_eagle3, write_speculators
 from leadout.models.eagle3_spec import Eagle3Spec
@@ -97,16 +98,7 @@ def head_of(form: Form, model: Any) -> Eagle3Head:
     """Untrained; norms are not all ones, since a norm that is left out would not show."""
     spec = DecoderSpec.from_config(model.config.to_dict())
     shape = Eagle3Spec(
-        hidden_size=spec.hidden_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-        rms_norm_eps=spec.rms_norm_eps,
-        rope=spec.rope,
-        max_position_embeddings=spec.max_position_embeddings,
-        vocab_size=spec.vocab_size,
-        target_hidden_size=spec.hidden_size,
+        **policy_shape(spec),
         draft_vocab_size=len(DRAFTABLE) if form.reduced else VOCAB,
         layer_ids=(1, 2, 3),
     )

@@ -49,7 +49,7 @@ from leadout.rollout.engine import NativeGenerator
 from leadout.rollout.parts import EngineParts
 from leadout.text import TextCodec
 
-AuditMethod = Method | Literal["noisy_policy", "none"]
+AuditMethod = Literal["noisy_policy", Method, "none"]
 _SLOTS = 64
 _PACK = 8
 _ROUNDED_EVERY = 4

@@ -21,7 +21,7 @@ from leadout.drafters.small_model import SmallModelDrafter
 from leadout.errors import ConfigError, ModelError
 from leadout.interfaces import Drafter
 from leadout.models.decoder import FusedDecoder
-from leadout.models.draft_head import DraftHead
+from leadout.models.draft_head import DraftHead, policy_shape
 from leadout.models.draft_vocabulary import rank_vocabulary
 from leadout.models.eagle3 import initial_head
 from leadout.models.eagle3_spec import Eagle3Spec
@@ -85,18 +85,9 @@ def new_head(
             f"draft.layer_ids must lie in 0..{spec.num_layers} (the state entering each layer), got {list(layers)}"
         )
     shape = Eagle3Spec(
-        hidden_size=spec.hidden_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-        rms_norm_eps=spec.rms_norm_eps,
-        rope=spec.rope,
-        max_position_embeddings=spec.max_position_embeddings,
-        vocab_size=spec.vocab_size,
+        **policy_shape(spec),
         draft_vocab_size=size,
         layer_ids=layers,
-        target_hidden_size=spec.hidden_size,
         # The last row of an embedding is the likeliest to be padding, or a token that is hardly ever said.
         mask_token_id=spec.vocab_size - 1 if method == "parallel" else None,
     )
@@ -110,18 +101,9 @@ def new_head(
 
 def _new_mtp_head(spec: DecoderSpec, policy: Mapping[str, torch.Tensor], seed: int) -> DraftHead:
     shape = MtpSpec(
-        hidden_size=spec.hidden_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-        rms_norm_eps=spec.rms_norm_eps,
-        rope=spec.rope,
-        max_position_embeddings=spec.max_position_embeddings,
-        vocab_size=spec.vocab_size,
+        **policy_shape(spec),
         draft_vocab_size=spec.vocab_size,
         layer_ids=(spec.num_layers,),
-        target_hidden_size=spec.hidden_size,
     )
     return initial_mtp_head(shape, policy, torch.Generator().manual_seed(seed))
 

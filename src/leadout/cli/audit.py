@@ -10,26 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from leadout.cli.options import check_target
+from leadout.config import Method
 from leadout.errors import ConfigError, DataError
 from leadout.records import SamplingParams
 
 if TYPE_CHECKING:
     from leadout.build.audit import AuditOptions
 
-_Method = Literal[
-    "noisy_policy",
-    "eagle3",
-    "parallel",
-    "mtp",
-    "ngram",
-    "history",
-    "small_model",
-    "history+eagle3",
-    "history+parallel",
-    "history+mtp",
-    "history+small_model",
-    "none",
-]
+_Method = Literal["noisy_policy", Method, "none"]
 
 
 def audit(

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from leadout.errors import ModelError
 from leadout.models.rope import RopeSpec
+from leadout.models.spec import DecoderSpec
 from leadout.records import DraftSpec
 
 
@@ -79,6 +80,22 @@ class DraftHeadSpec:
     def fused_size(self) -> int:
         """Width of the concatenated taps."""
         return len(self.layer_ids) * self.target_hidden_size
+
+
+def policy_shape(spec: DecoderSpec) -> dict[str, Any]:
+    """The fields of a `DraftHeadSpec` that a head takes over from its policy; its layer is as wide as one of those."""
+    return {
+        "hidden_size": spec.hidden_size,
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.intermediate_size,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope": spec.rope,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "vocab_size": spec.vocab_size,
+        "target_hidden_size": spec.hidden_size,
+    }
 
 
 class RMSNorm(nn.Module):
