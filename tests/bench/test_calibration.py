@@ -46,8 +46,9 @@ def test_curves_are_by_tokens_and_by_rows():
 
 
 def test_a_line_has_no_negative_part():
-    assert fit_line([1.0, 2.0, 3.0], [3.0, 5.0, 7.0]) == Linear(fixed_s=1.0, seconds_per_token=2.0)
-    assert fit_line([1.0, 2.0], [4.0, 2.0]) == Linear(fixed_s=3.0)
+    line = fit_line([1.0, 2.0, 3.0], [3.0, 5.0, 7.0])
+    assert (line.fixed_s, line.seconds_per_token) == (pytest.approx(1.0), pytest.approx(2.0))
+    assert fit_line([1.0, 2.0], [4.0, 2.0]) == Linear(fixed_s=pytest.approx(3.0))
     assert fit_line([1.0, 3.0], [0.0, 2.0]).fixed_s == 0.0
 
 

@@ -79,7 +79,7 @@ def main() -> None:
     for job in json.loads(ask.read_text())["jobs"]:
         try:
             answers.append(generate(job))
-        except Exception as error:
+        except (OSError, RuntimeError, ValueError) as error:
             lines = str(error).strip().splitlines() or [""]
             answers.append({"error": f"{type(error).__name__}: {lines[-1]}"})
         gc.collect()

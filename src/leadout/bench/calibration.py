@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from scipy.optimize import nnls
 
 from leadout.bench.native import TimedLength
 from leadout.sim.profile import Linear, RoundGrid
@@ -80,10 +81,6 @@ def draft_curve(times: Mapping[Shape, RoundTimes]) -> dict[int, float]:
 
 def fit_line(tokens: Sequence[float], seconds: Sequence[float]) -> Linear:
     """fixed + per token by least squares, neither below zero."""
-    x, y = np.asarray(tokens, np.float64), np.asarray(seconds, np.float64)
-    spread = float(((x - x.mean()) ** 2).sum())
-    slope = max(float(((x - x.mean()) * (y - y.mean())).sum()) / spread, 0.0) if spread else 0.0
-    fixed = float(y.mean() - slope * x.mean())
-    if fixed < 0.0:
-        fixed, slope = 0.0, float((x * y).sum() / (x * x).sum())
-    return Linear(fixed_s=fixed, seconds_per_token=slope)
+    factors = np.stack([np.ones(len(tokens)), np.asarray(tokens, np.float64)], 1)
+    (fixed, slope), _ = nnls(factors, np.asarray(seconds, np.float64))
+    return Linear(fixed_s=float(fixed), seconds_per_token=float(slope))

@@ -21,13 +21,12 @@ from leadout.bench.results import AUTO, PLAIN, Cell, summarise
 from leadout.bench.set_acceptance import SetAcceptance
 from leadout.bench.workload import LONG_TAIL_ROWS, Workload, long_tail_lengths
 from leadout.build.bench_machine import BenchMachine, DrafterChoice, Method, check_draft
+from leadout.config import LeadoutSpeculation
 from leadout.draft_length.controller import FixedLength, GoodputLength
 from leadout.errors import ConfigError
 from leadout.models.aliases import cache_folder
 from leadout.models.kv import KVSlots
 
-MAX_AUTO = 5
-"""Largest k that `auto` may choose, as in training."""
 _SETTLED_ROUNDS, _MOST_WARM_UPS = 300, 8
 """`auto` starts out not knowing this machine or its drafter, and probes rarely; in training it goes on from step to
 step, so it is measured after about as many rounds as it needs to settle.
@@ -178,7 +177,7 @@ def own_contenders(
         return contenders
     for length in dict.fromkeys(lengths):
         if length == AUTO:
-            rule = GoodputLength(MAX_AUTO)
+            rule = GoodputLength(LeadoutSpeculation().max_draft_length)
             warm_ups = min(math.ceil(_SETTLED_ROUNDS / max(workload.lengths)), _MOST_WARM_UPS)
             contenders.append(NativeContender(AUTO, generator, rule, drafts=True, warm_ups=warm_ups))
         elif length:

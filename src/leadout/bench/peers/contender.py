@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -100,11 +101,10 @@ def start_peer(name: str, plan: PeerPlan, *, log: Path, server: Path = SERVER) -
         "kv_bytes": plan.kv_bytes,
         "threads": plan.threads,
     }
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(process.close, politely=False)
         answer = process.ask(load, timeout=_LOAD_SECONDS)
-    except BaseException:
-        process.close(politely=False)
-        raise
+        undo.pop_all()
     process.pause()
     return PeerContender(process, str(answer["version"]))
 

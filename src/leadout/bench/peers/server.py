@@ -12,8 +12,8 @@ of this project. Requests, each answered by one line:
     {"op": "stop"}                           -> {"ok": true}, then the program ends
 
 Tokens are sampled at temperature 1 without filters, end-of-sequence tokens are ignored. `seconds` is the engine's own
-call, without the JSON around it. An error is answered by {"ok": false, "error": "..."}. Whatever engines print goes to
-standard error.
+call, without the JSON around it. What an engine refuses is answered by {"ok": false, "error": "..."}; any other error
+ends the program. Whatever engines print goes to standard error.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def serve(make: Any) -> None:
             elif message["op"] == "generate":
                 seconds, lengths = engine.generate(message["prompts"], message["new_tokens"], message["seed"])
                 answer |= {"seconds": seconds, "lengths": lengths}
-        except Exception as error:
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
