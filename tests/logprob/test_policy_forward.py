@@ -8,6 +8,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from leadout.errors import ModelError
+from leadout.logprob.pack_attention import NAME, PackLayout, attend_pack
 from leadout.logprob.policy_forward import ForwardSettings, PackedForward, unshared_reason
 from tests.train.learner_fakes import VOCAB, make_forward, make_group, random_groups, tiny_policy
 
@@ -32,9 +33,10 @@ def packed(forward, groups) -> list[torch.Tensor]:
     return [forward.run(batch).logprobs_R for batch in packs]
 
 
+@pytest.mark.parametrize("attention", ["layout", "mask"])
 @pytest.mark.parametrize("max_completions", [1, 2, 3, 7])
 @pytest.mark.parametrize("tied", [True, False])
-def test_packed_log_probabilities_and_gradients_equal_plain_passes(max_completions, tied):
+def test_packed_log_probabilities_and_gradients_equal_plain_passes(max_completions, tied, attention):
     model = tiny_policy(tied=tied)
     groups = random_groups(LENGTHS)
     weights = torch.linspace(0.5, 2.0, 21, dtype=torch.float64)
@@ -44,6 +46,9 @@ def test_packed_log_probabilities_and_gradients_equal_plain_passes(max_completio
     model.zero_grad()
 
     forward = make_forward(model, temperature=0.8, max_completions=max_completions)
+    assert forward.decoder.config._attn_implementation == NAME
+    if attention == "mask":
+        model.set_attn_implementation("sdpa")
     got = torch.cat(packed(forward, groups))
     (got * weights).sum().backward()
 
@@ -180,3 +185,31 @@ def test_the_law_at_another_temperature_is_the_tempered_softmax():
     (got,) = packed(make_forward(model, temperature=0.6), groups)
     expected = (model(input_ids=torch.tensor([[1]])).logits[0, 0] / 0.6).log_softmax(-1)[7]
     assert float(got) == pytest.approx(float(expected), abs=1e-9)
+
+
+def test_a_model_switched_to_pack_attention_answers_plain_calls_as_before():
+    model = tiny_policy()
+    tokens = torch.tensor([[3, 9, 4, 7], [5, 2, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    before = model(input_ids=tokens, attention_mask=mask).logits[mask.bool()]
+    make_forward(model)
+    assert torch.equal(model(input_ids=tokens, attention_mask=mask).logits[mask.bool()], before)
+
+
+def test_scores_that_are_capped_do_not_run_on_packs():
+    forward = make_forward(tiny_policy())
+    (batch,) = forward.pack(random_groups([[2]]), [np.zeros(1)])
+    query = torch.zeros(1, 4, batch.num_tokens, 6)
+    with pytest.raises(ModelError, match="softcap does not run on packs"):
+        attend_pack(None, query, query, query, None, pack_layout=PackLayout.of(batch, query.dtype), softcap=30.0)
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_policy().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        torch.cat(packed(make_forward(model), random_groups(LENGTHS))).sum().backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert torch.equal(*gradients)

@@ -31,8 +31,7 @@ from leadout.train.students import DraftStudent, HeadStudent
 
 _HELD_OUT_EVERY = 10
 _RANKED_PROMPTS = 64
-_PACK = 4
-"""Completions of a pack: the mask over a pack of many prompts is mostly empty, and is paid for in full."""
+_PACK = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,14 +193,17 @@ def padded_rows(batch: TrainBatch) -> PaddedRows:
 
 
 def completions(batch: TrainBatch) -> Iterator[tuple[Tensor, Tensor]]:
-    """(indices of the prompt, indices of the completion) of every rollout in the pack, in order."""
-    prompt_T: Tensor | None = None
-    segments_T = batch.segment_T
-    starts = [0, *((segments_T[1:] != segments_T[:-1]).nonzero().squeeze(-1) + 1).tolist(), segments_T.numel()]
-    blocks = {int(segments_T[a]): torch.arange(a, b, device=segments_T.device) for a, b in itertools.pairwise(starts)}
+    """(indices of the prompt, indices of the completion) of every rollout in the pack that has tokens, in order."""
+    blocks = segments(batch)
     for number, rollout in enumerate(batch.rollouts, batch.first_rollout):
         if number in blocks:
-            prompt_T = blocks[int(batch.parent_T[blocks[number][0]])]
-            yield prompt_T, blocks[number]
+            yield blocks[int(batch.parent_T[blocks[number][0]])], blocks[number]
         else:
             assert rollout.length == 0
+
+
+def segments(batch: TrainBatch) -> dict[int, Tensor]:
+    """Indices of each segment's tokens, in the order of the pack."""
+    segments_T = batch.segment_T
+    starts = [0, *((segments_T[1:] != segments_T[:-1]).nonzero().squeeze(-1) + 1).tolist(), segments_T.numel()]
+    return {int(segments_T[a]): torch.arange(a, b, device=segments_T.device) for a, b in itertools.pairwise(starts)}

@@ -1,8 +1,9 @@
 """Stage logprob: the policy's forward pass over a pack, used by the logprob pass and by training alike.
 
-It runs a Hugging Face causal language model over the flat pack with the pack's own attention mask, so that a prompt is
-computed once for all its completions. Models whose attention cannot take such a mask get one padded row per completion
-instead. Tapped layers are read through hooks on those layers only.
+It runs a Hugging Face causal language model over the flat pack, so that a prompt is computed once for all its
+completions: with attention of its own (`leadout.logprob.pack_attention`) where the model calls attention through
+transformers' interface, else under the pack's mask. Models whose attention takes neither get one padded row per
+completion. Tapped layers are read through hooks on those layers only.
 
 Axes: T tokens of a pack, R response tokens, B rows and S columns of the padded form, H policy width, F taps,
 V vocabulary.
@@ -23,6 +24,7 @@ from leadout.batch import PolicyOutput, TrainBatch
 from leadout.errors import ModelError
 from leadout.interfaces import Auditor
 from leadout.logprob.pack import block_mask, pack_groups, padded_rows
+from leadout.logprob.pack_attention import NAME, PackLayout, use_pack_attention
 from leadout.logprob.recompute import token_logprobs
 from leadout.records import FloatArray, Group
 
@@ -65,6 +67,8 @@ class PackedForward:
         self.shared = reason is None
         if reason is not None:
             logger.warning("completions do not share their prompt's forward pass: %s", reason)
+        elif getattr(self.decoder, "_supports_attention_backend", False):
+            use_pack_attention(self.decoder)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,11 +144,16 @@ class PackedForward:
             return hidden_TH[batch.previous_T[batch.response_R]], taps_TF
 
     def _shared(self, batch: TrainBatch) -> Tensor:
+        pack: dict[str, Any] = {"attention_mask": block_mask(batch)}
+        if self.decoder.config._attn_implementation == NAME:
+            dtype = torch.bfloat16 if torch.is_autocast_enabled(batch.token_ids_T.device.type) else self.dtype
+            # The layout says who sees whom; a mask of four axes keeps the model from making one of its own.
+            pack = {
+                "attention_mask": batch.token_ids_T.new_empty(1, 1, 0, 0),
+                "pack_layout": PackLayout.of(batch, dtype),
+            }
         out: Tensor = self.decoder(
-            input_ids=batch.token_ids_T[None],
-            attention_mask=block_mask(batch),
-            position_ids=batch.position_ids_T[None],
-            use_cache=False,
+            input_ids=batch.token_ids_T[None], position_ids=batch.position_ids_T[None], use_cache=False, **pack
         ).last_hidden_state
         return out[0]
 
@@ -218,7 +227,7 @@ def unshared_reason(model: nn.Module) -> str | None:
     """Why a model's attention cannot take a pack's mask, or None if it can."""
     config: Any = model.config
     kind = getattr(config, "_attn_implementation", "eager")
-    if kind not in ("sdpa", "eager"):
+    if kind not in ("sdpa", "eager", NAME):
         return f"the attention implementation {kind} takes no mask of this form"
     other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if other:
