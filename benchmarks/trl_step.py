@@ -4,10 +4,10 @@
     python benchmarks/trl_step.py --trl-python /tmp/trl/bin/python
 
 Every contender runs in a process of its own with two threads; all but the one whose turn it is are stopped (SIGSTOP).
-They take steps in turn, A B C D, A B C D; the first round warms up and is not counted. All: one micro-batch, beta 0, no
-gradient checkpointing. TRL once with bfloat16 weights and once with float32 weights under autocast, which is leadout's own
-precision. End of sequence is ignored on both sides, so that all work on the same number of tokens, and the reward differs
-within almost every group, so that none is left out of the backward pass for want of a signal.
+They take steps in turn, A B C, A B C; the first round warms up and is not counted. All: one micro-batch, beta 0, no
+gradient checkpointing. TRL once with bfloat16 weights and once with float32 weights under autocast, which is leadout's
+own precision. End of sequence is ignored on both sides, so that all work on the same number of tokens, and the reward
+differs within almost every group, so that none is left out of the backward pass for want of a signal.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROWS = {
     "leadout": "leadout, EAGLE-3 learning along",
+    "leadout-quarter": "leadout, EAGLE-3 learning from a quarter of the rollouts",
     "leadout-plain": "leadout, no drafter",
     "trl-bf16": "TRL, bfloat16 weights",
     "trl-fp32": "TRL, float32 weights, bf16 autocast",
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--rows", default="leadout,leadout-plain,trl-bf16,trl-fp32", help=", ".join(ROWS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -142,10 +143,10 @@ def run_leadout(options: argparse.Namespace) -> None:
                 "num_prompts": options.prompts,
                 "num_generations": options.generations,
                 "max_completion_length": options.tokens,
-                "speculative_config": {"method": "eagle3"} if options.side == "leadout" else None,
+                "speculative_config": {"method": "eagle3"} if options.side != "leadout-plain" else None,
             },
-            "draft": {"vocab_size": 4096},
-            "reward": {"functions": [{"function": "trl_step:reward"}]},
+            "draft": {"vocab_size": 4096, "token_fraction": 0.25 if options.side == "leadout-quarter" else 1.0},
+            "reward": [{"function": "trl_step:reward"}],
             "train": {"micro_batch_size": options.prompts * options.generations},
             "optim": {"learning_rate": 2e-5},
             "threads": 2,
