@@ -138,6 +138,27 @@ def test_rollouts_are_the_policys_own_and_held_out_prompts_are_never_learnt_from
     assert np.mean(surprise) == pytest.approx(np.mean(entropy), abs=0.3)
 
 
+def test_a_question_that_comes_up_again_is_held_out_every_time(plan, tmp_path):
+    questions = [f"{n % 20} + 1?" for n in range(120)]
+    file = tmp_path / "again.jsonl"
+    file.write_text("".join(json.dumps({"question": text}) + "\n" for text in questions))
+    data = {"again": Dataset(path=file, prompt_key="question", answer_key=None)}
+    train(replace(plan, data=data, num_rollouts=104, batch=104, passes=1, held_out=9), tmp_path / "head")
+    made, held_out = (
+        {group.prompt.token_ids.tobytes() for group in read_rollouts(tmp_path / "head" / "rollouts" / f"{name}.npz")}
+        for name in ("00000", "held_out-again")
+    )
+    assert (len(made), len(held_out), len(made & held_out)) == (18, 2, 0)
+
+
+def test_rollouts_of_one_prompt_are_kept_as_siblings(plan, tmp_path):
+    plan = replace(plan, num_generations=4, num_rollouts=16, batch=16, passes=2)
+    train(plan, tmp_path / "head")
+    groups = read_rollouts(tmp_path / "head" / "rollouts" / "00000.npz")
+    assert [len(group.rollouts) for group in groups] == [4, 4, 4, 4]
+    assert len({rollout.token_ids.tobytes() for rollout in groups[0].rollouts}) > 1
+
+
 def test_an_interrupted_training_ends_in_the_same_head(plan, trained, tmp_path, monkeypatch):
     whole, _, _ = trained
     made = draft_training._Session._learn

@@ -125,9 +125,14 @@ def _prompts(plan: DraftPlan, spec: DecoderSpec, codec: TextCodec) -> tuple[list
     for name, dataset in plan.data.items():
         section = Data(overlong="drop", max_prompt_length=context)
         prompts = load_data(dataset, section, codec, seed=plan.seed, context=context + 1).prompts.prompts
-        if len(prompts) < 2:
-            raise ConfigError(f"data set {name}: expected at least 2 prompts (one is held out), got {len(prompts)}")
-        held_out[name] = list(prompts[::_HELD_OUT_EVERY][: plan.held_out])
-        train += [prompt for index, prompt in enumerate(prompts) if index % _HELD_OUT_EVERY]
+        distinct = {prompt.token_ids.tobytes(): prompt for prompt in prompts}
+        if len(distinct) < 2:
+            raise ConfigError(
+                f"data set {name}: expected at least 2 different prompts (one is held out), got {len(distinct)}"
+            )
+        # A small procedural task asks the same question many times; none of these may be learnt from.
+        apart = dict(list(distinct.items())[::_HELD_OUT_EVERY])
+        held_out[name] = list(apart.values())[: plan.held_out]
+        train += [prompt for prompt in prompts if prompt.token_ids.tobytes() not in apart]
     order = np.random.default_rng(plan.seed).permutation(len(train))
     return [train[i] for i in order], held_out
