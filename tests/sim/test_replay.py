@@ -154,7 +154,7 @@ def test_a_machine_is_held_against_itself_pair_by_pair():
 
 def test_a_stage_that_counts_but_is_not_in_the_profile_fails():
     row = measured_cell([2 * ROUND] * 5, [ROUND] * 5)
-    pairs = [{**pair, "measured": {"rollout": 2 * ROUND, "refit": 0.6, "data": 1e-4}} for pair in row["pairs"]]
+    pairs = [{**pair, "measured": {"rollout": 2 * ROUND, "refit": ROUND, "data": 1e-4}} for pair in row["pairs"]]
     found = validated({**row, "pairs": pairs}, profile())
     assert found.stage_errors[Stage.REFIT] == -np.inf
     assert set(found.stage_errors) == {Stage.ROLLOUT, Stage.REFIT}

@@ -92,8 +92,8 @@ def validate_report(folder: Path, profile: Path | None) -> tuple[Group, dict[str
             _errors(cell.unpaired),
         )
     line = (
-        f"{verdict.cells} cells: median {verdict.median:.1%} (gate 10 %), within 20 %: {verdict.within:.0%} (90 %), the "
-        f"machine against itself {verdict.repeatability:.1%}; speedups within 10 %: {verdict.speedups:.0%} (90 %), "
+        f"{verdict.cells} cells: median {verdict.median:.1%} (gate 10 %), within 20 %: {verdict.within:.0%} (90 %), "
+        f"the machine against itself {verdict.repeatability:.1%}; speedups within 10 %: {verdict.speedups:.0%} (90 %), "
         f"against themselves {verdict.speedup_repeatability:.1%}: " + ("passed" if verdict.passed else "failed")
     )
     data = {**asdict(verdict), "by_cell": [_cell_row(cell) for cell in cells]}
