@@ -6,10 +6,10 @@ ngram,small_model,eagle3 --draft small_model=DIR --batch-sizes 1,2,8,32,96``. Wi
 layers 0, 1 and 29 of the policy, and the head is untrained: seconds do not depend on weights, and acceptance is in the
 log.
 
-Cells: batch 1, 4, 16, 64 x k 0, 1, 3, 5 x drafters (k = 0 once), prompts of 96 tokens, one for eight rows, lengths
-that differ by row: no shape of the calibration. A pair is [probe, run, plain run, probe], where a probe serves the pair
-after it too; the cells of a batch come in turn, and every pair of a cell repeats the same work. Only the rollout stage
-is run.
+Cells: batch 1, 4, 16, 64 x k 0, 1, 3, 5 x drafters (k = 0 once), prompts of 88 to 104 tokens that up to eight rows
+share, lengths that differ by row: no shape of the calibration. A pair is [probe, run, plain run, probe], where a probe
+serves the pair after it too; the cells of a batch come in turn, and every pair of a cell repeats the same work. Only
+the rollout stage is run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ from leadout.sim.replay import PAIRS, validated
 LONGEST = {1: 56, 4: 48, 16: 40, 64: 28}
 """New tokens of the longest row, by batch; the shortest has half as many."""
 DRAFTS = (1, 3, 5)
-PROMPT, GROUP = 96, 8
+GROUPS = {1: 1, 4: 2, 16: 4, 64: 8}
+"""Rows that share a prompt, by batch."""
+PROMPTS = (96, 88, 104)
+"""Tokens of the prompts, in turn."""
 LAYERS = (0, 1, 29)
 ROLLOUT = Stage.ROLLOUT.value
 
@@ -79,8 +82,8 @@ class Cell:
             "method": self.method,
             "k": self.k,
             "slots": rows,
-            "group": GROUP,
-            "prompt": PROMPT,
+            "group": GROUPS[rows],
+            "prompts": [len(prompt.token_ids) for prompt in self.workload.prompts],
             "run": self.log,
             **({"plain": self.plain_log} if self.plain is not None else {}),
             "pairs": self.pairs,
@@ -103,10 +106,11 @@ def make_workload(machine: BenchMachine, rows: int) -> Workload:
     longest = LONGEST[rows]
     lengths = np.random.default_rng(rows).integers(longest // 2, longest + 1, rows)
     lengths[0] = longest
-    prompts = machine.prompts(-(-rows // GROUP), PROMPT)
+    count = rows // GROUPS[rows]
+    prompts = [machine.prompts(count, PROMPTS[i % len(PROMPTS)])[i] for i in range(count)]
     return Workload(
         name=f"batch {rows}",
-        prompts=tuple(prompts[row // GROUP] for row in range(rows)),
+        prompts=tuple(prompts[row // GROUPS[rows]] for row in range(rows)),
         lengths=tuple(int(length) for length in lengths),
     )
 
@@ -167,7 +171,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     machine = BenchMachine(
         arguments.model,
-        max_len=PROMPT + max(LONGEST.values()),
+        max_len=max(PROMPTS) + max(LONGEST.values()),
         dtype=arguments.dtype,
         threads=arguments.threads,
     )

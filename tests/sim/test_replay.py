@@ -126,7 +126,7 @@ def measured_cell(measured: list[float], plain: list[float] | None = None, probe
         {"probe_before": 0.5 * probe, "probe_after": 1.5 * probe, "measured": {"rollout": seconds}}
         for seconds in measured
     ]
-    row: dict[str, object] = {"name": "b2", "method": "eagle3", "k": 3, "slots": 2, "group": 2, "prompt": 10}
+    row: dict[str, object] = {"name": "b2", "method": "eagle3", "k": 3, "slots": 2, "group": 2, "prompts": [8, 12]}
     row["run"] = {"lengths": [5, 5], "rounds": [1, 1], "drafted": {"3": 1.0}}
     if plain is not None:
         row["plain"] = {"lengths": [2, 2], "rounds": [1, 1], "drafted": {"0": 1.0}}

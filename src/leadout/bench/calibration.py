@@ -25,7 +25,11 @@ class RoundTimes:
     draft: list[float] = field(default_factory=list)
     verify: list[float] = field(default_factory=list)
     first_draft: list[float] = field(default_factory=list)
-    """Seconds of drafting in the first round of each run, in which the drafter reads the prompt."""
+    """Seconds of drafting in the first round of each run, in which the drafter reads the prompts."""
+    prompts: int = 1
+    """Different prompts of the rows."""
+    prompt_tokens: int = 0
+    """Tokens of those together."""
 
     def add(self, timer: TimedLength, rows: int) -> None:
         """The rounds of a run with all rows live; of the first only the drafting."""
@@ -36,7 +40,7 @@ class RoundTimes:
         self.verify += [each.verify_seconds for each in later]
 
     def join(self, other: RoundTimes) -> None:
-        """Take another run's rounds in."""
+        """Take another run's rounds of the same shape in."""
         self.whole += other.whole
         self.draft += other.draft
         self.verify += other.verify
@@ -89,27 +93,22 @@ def draft_curve(times: Mapping[Shape, RoundTimes]) -> dict[int, float]:
     return {rows: statistics.fmean(values) for rows, values in sorted(found.items())}
 
 
-def drafter_times(times: Mapping[Shape, RoundTimes], prompts: Mapping[int, int]) -> DrafterTimes:
-    """What a drafter adds; `prompts`: tokens of the one prompt that the rows of a run share, by context."""
-    tokens, seconds = [], []
-    for (k, _, context), each in times.items():
+def drafter_times(times: Mapping[Shape, RoundTimes]) -> DrafterTimes:
+    """What a drafter adds to the policy's part of a round."""
+    return DrafterTimes(draft=draft_curve(times), verify=pass_curve(times, drafts=True), prompt=_prompt_line(times))
+
+
+def _prompt_line(times: Mapping[Shape, RoundTimes]) -> Linear:
+    """Per prompt + per token of it, through the medians of what first drafts took beyond the later ones."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for (k, _, _), each in times.items():
         if k:
             usual = statistics.median(each.draft)
-            tokens += [float(prompts[context])] * len(each.first_draft)
-            seconds += [max(first - usual, 0.0) for first in each.first_draft]
-    return DrafterTimes(
-        draft=draft_curve(times),
-        verify=pass_curve(times, drafts=True),
-        prompt=_prompt_line(tokens, seconds),
-    )
-
-
-def _prompt_line(tokens: Sequence[float], seconds: Sequence[float]) -> Linear:
-    """Per prompt + per token of it, through the median at each length: a first run may be late."""
-    lengths = sorted(set(tokens))
-    medians = [statistics.median(s for t, s in zip(tokens, seconds, strict=True) if t == at) for at in lengths]
-    line = fit_line(lengths, medians)
-    return Linear(seconds_per_sample=line.fixed_s, seconds_per_token=line.seconds_per_token)
+            extra = found.setdefault((each.prompts, each.prompt_tokens), [])
+            extra += [max(first - usual, 0.0) for first in each.first_draft]
+    factors = np.array(list(found), np.float64)
+    (per_prompt, per_token), _ = nnls(factors, np.array([statistics.median(extra) for extra in found.values()]))
+    return Linear(seconds_per_sample=float(per_prompt), seconds_per_token=float(per_token))
 
 
 def fit_line(tokens: Sequence[float], seconds: Sequence[float], samples: Sequence[float] | None = None) -> Linear:

@@ -20,7 +20,7 @@ from leadout.bench.contender import Tell
 from leadout.bench.limits import product_flops, read_bandwidth
 from leadout.bench.native import NativeContender
 from leadout.bench.set_acceptance import SetAcceptance
-from leadout.bench.workload import Workload
+from leadout.bench.workload import Workload, make_prompt
 from leadout.build.bench import BenchOptions, describe
 from leadout.build.bench_learner import learner_times
 from leadout.build.bench_machine import BenchMachine, DrafterChoice, Method, check_draft
@@ -97,7 +97,6 @@ def calibrate(options: BenchOptions, *, tell: Tell, drafters: Mapping[Method, st
     parts = _parts(machine, choices, options.batch_sizes, options.context, times[_PLAIN])
     tell("learner")
     learner = learner_times(machine, options, next((choice for choice in choices if choice.head is not None), None))
-    by_context = {length + ROUNDS // 2: length for length in prompts}
     return Profile(
         machine=f"{describe(machine)['processor']}, {machine.threads} threads",
         model=options.model,
@@ -110,7 +109,7 @@ def calibrate(options: BenchOptions, *, tell: Tell, drafters: Mapping[Method, st
         parts=tuple(parts),
         limits=Limits(read_bytes_per_s=read_bandwidth(), product_flops=product_flops()),
         forward=pass_curve(times[_PLAIN], drafts=False),
-        drafters={choice.method: drafter_times(times[choice.method], by_context) for choice in choices},
+        drafters={choice.method: drafter_times(times[choice.method]) for choice in choices},
     )
 
 
@@ -129,7 +128,11 @@ def _far(options: BenchOptions) -> int:
 def _join(times: Times, found: Times) -> None:
     for method, shapes in found.items():
         for shape, each in shapes.items():
-            times.setdefault(method, {}).setdefault(shape, RoundTimes()).join(each)
+            known = times.setdefault(method, {})
+            if shape in known:
+                known[shape].join(each)
+            else:
+                known[shape] = each
 
 
 def _grids(times: Times) -> tuple[RoundGrid, ...]:
@@ -144,14 +147,14 @@ def _grids(times: Times) -> tuple[RoundGrid, ...]:
 def _rounds(
     machine: BenchMachine, choices: Sequence[DrafterChoice], rows: int, prompts: Sequence[int], turn: int
 ) -> Times:
-    """A run of every drafter, k and context; rows share a prompt and no draft is kept, so that all rounds are alike.
+    """A run of every drafter, k and context; no draft is kept, so that all rounds are alike.
 
     In the first turn each run comes after a short one that warms it up.
     """
     found: Times = {}
     count = ROUNDS if rows <= _MANY_ROWS else _FEWER_ROUNDS
     for length in prompts:
-        prompt = machine.prompts(1, length)[0]
+        row_prompts = _row_prompts(machine, rows, length)
         for choice in choices or [DrafterChoice(method=_PLAIN)]:
             generator = machine.generator(choice, rows=rows, max_len=length + ROOM)
             for k in MEASURED_DRAFTS if choice.method != _PLAIN else (0,):
@@ -160,19 +163,26 @@ def _rounds(
                     continue
                 contender = NativeContender("rounds", generator, FixedLength(k), drafts=k > 0)
                 if not turn or k == MEASURED_DRAFTS[0]:
-                    contender.timed_rounds(_workload(prompt, rows, 2 + k), 0)
+                    contender.timed_rounds(_workload(row_prompts, 2 + k), 0)
                 # The last k rounds draft less, since fewer tokens remain; the first `count` are alike.
-                timer, _ = contender.timed_rounds(_workload(prompt, rows, count + 1 + k), turn)
+                timer, _ = contender.timed_rounds(_workload(row_prompts, count + 1 + k), turn)
                 del timer.rounds[count:]
-                each = found.setdefault(choice.method if k else _PLAIN, {})[k, rows, length + ROUNDS // 2] = (
-                    RoundTimes()
-                )
+                read = [len(prompt.token_ids) for prompt in row_prompts[:2]]
+                each = RoundTimes(prompts=len(read), prompt_tokens=sum(read))
                 each.add(timer, rows)
+                found.setdefault(choice.method if k else _PLAIN, {})[k, rows, length + ROUNDS // 2] = each
     return found
 
 
-def _workload(prompt: Prompt, rows: int, length: int) -> Workload:
-    return Workload(name="rounds", prompts=(prompt,) * rows, lengths=(length,) * rows)
+def _row_prompts(machine: BenchMachine, rows: int, length: int) -> tuple[Prompt, ...]:
+    """One prompt for all rows but the first, whose own is a token longer: rows of a run are never all equally long."""
+    (longer,) = machine.prompts(1, length + 1)
+    prompt = make_prompt(longer.token_ids[1:].tolist(), 1)
+    return (prompt,) if rows == 1 else (longer, *(prompt,) * (rows - 1))
+
+
+def _workload(prompts: tuple[Prompt, ...], length: int) -> Workload:
+    return Workload(name="rounds", prompts=prompts, lengths=(length,) * len(prompts))
 
 
 def _prefill(machine: BenchMachine, lengths: Sequence[int]) -> Linear:

@@ -134,10 +134,10 @@ def judge(cells: Sequence[Cell]) -> Verdict:
 def read_cells(path: Path, profile: Profile) -> list[Cell]:
     """Cells from a file of measured pairs (`cells.jsonl`, written by the benchmark), predicted with this profile.
 
-    Each row: name, method, k, slots, group, prompt (tokens), run and plain (what the log of the cell's rollouts and of
-    plain ones says: lengths, rounds, drafted; no plain where k = 0), and pairs of {probe_before, probe_after, measured:
-    {stage: s}, plain_measured: s of the plain rollout}. Predictions are scaled by the probes' pace against the
-    calibration.
+    Each row: name, method, k, slots, group, prompts (tokens, by rollout), run and plain (what the log of the cell's
+    rollouts and of plain ones says: lengths, rounds, drafted; no plain where k = 0), and pairs of {probe_before,
+    probe_after, measured: {stage: s}, plain_measured: s of the plain rollout}. Predictions are scaled by the probes'
+    pace against the calibration.
     """
     if not path.is_file():
         raise DataError(f"--validate needs {path}; benchmarks/simulator_own_runs.py writes it")
@@ -183,7 +183,7 @@ def _predicted(row: Mapping[str, Any], log: Mapping[str, Any], method: str, prof
         step=1,
         seconds={},
         lengths=lengths,
-        prompts=np.full(len(lengths), float(row["prompt"])),
+        prompts=np.array(row["prompts"], dtype=float),
         rounds=np.array(log["rounds"], dtype=float),
         drafted={int(k): float(share) for k, share in log["drafted"].items()},
     )
