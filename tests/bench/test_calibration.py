@@ -86,7 +86,7 @@ def test_limits_are_rates():
 def test_a_calibrated_machine_is_read_by_the_simulator_and_by_the_choice_of_draft_lengths(tmp_path):
     policy = str(model_folder(tmp_path / "policy", context=128))
     options = BenchOptions(model=policy, batch_sizes=(1, 3), context=16, dtype="float32", threads=1)
-    profile = calibrate(options, tell=lambda line: None)
+    profile = calibrate(options, tell=lambda line: None, passes=1)
     path = tmp_path / "profile.json"
     path.write_text(profile.model_dump_json())
     read = load_profile(path)
@@ -106,7 +106,7 @@ def test_several_drafters_share_one_profile_and_its_plain_rounds(tmp_path):
     policy = str(model_folder(tmp_path / "policy", context=128))
     options = BenchOptions(model=policy, batch_sizes=(2,), context=16, dtype="float32", threads=1)
     drafters: dict[Method, str | None] = {"ngram": None, "small_model": policy, "parallel": None, "mtp": None}
-    profile = calibrate(options, tell=lambda line: None, drafters=drafters)
+    profile = calibrate(options, tell=lambda line: None, drafters=drafters, passes=1)
     assert [grid.k for grid in profile.rounds if grid.method == "none"] == [0]
     for method in drafters:
         assert profile.draft_lengths(method) == [0, 1, 2, 3, 4, 5]
@@ -114,6 +114,21 @@ def test_several_drafters_share_one_profile_and_its_plain_rounds(tmp_path):
     drafts = [(part.method, part.tokens_per_row) for part in profile.parts if part.name == "draft"]
     assert drafts == [("parallel", 3), ("mtp", 1)]
     assert profile.prefill_seconds("small_model", 1, 16.0) > profile.prefill_seconds("none", 1, 16.0)
+
+
+def test_many_rows_take_fewer_turns_and_rounds(tmp_path):
+    policy = str(model_folder(tmp_path / "policy", context=128))
+    told: list[str] = []
+    options = BenchOptions(model=policy, batch_sizes=(66, 1), method="none", context=8, dtype="float32", threads=1)
+    profile = calibrate(options, tell=told.append, passes=3)
+    assert told[:5] == [
+        "rounds of 1 rows, 1 of 3",
+        "rounds of 66 rows, 1 of 2",
+        "rounds of 1 rows, 2 of 3",
+        "rounds of 66 rows, 2 of 2",
+        "rounds of 1 rows, 3 of 3",
+    ]
+    assert (list(profile.forward), profile.drafters) == ([1, 66], {})
 
 
 def test_a_context_without_room_for_a_longer_one_is_refused(tmp_path):

@@ -35,8 +35,8 @@ ROUNDS = 9
 """Timed rounds of one run, the first left out."""
 _FEWER_ROUNDS, _MANY_ROWS = 5, 64
 """As many are enough beyond so many rows, whose rounds are long and alike."""
-PASSES = 2
-"""Times that every shape comes up, in turn."""
+PASSES, _FEWER_PASSES, _SOME_ROWS = 4, 2, 8
+"""Times that shapes come up, in turn; fewer beyond so many rows, where rounds are longer than the machine's whims."""
 FAR = 320
 """Tokens of the longer prompts."""
 ROOM = ROUNDS + 2 * (max(MEASURED_DRAFTS) + 1)
@@ -66,12 +66,14 @@ class Probe:
         return float(np.median([self._contender.run(self._workload, 0).seconds for _ in range(_PROBE_RUNS)]))
 
 
-def calibrate(options: BenchOptions, *, tell: Tell, drafters: Mapping[Method, str | None] | None = None) -> Profile:
+def calibrate(
+    options: BenchOptions, *, tell: Tell, drafters: Mapping[Method, str | None] | None = None, passes: int = PASSES
+) -> Profile:
     """Measure, with rows as in `batch_sizes` and prompts of `context` and of 320 tokens, less in a short context.
 
     `drafters`: methods, each with its folder where it has one; the method of the options if not given. The learner is
-    timed with the first that is a draft head learning along. Raises ConfigError when the model's context does not hold
-    two lengths.
+    timed with the first that is a draft head learning along. `passes`: turns over the shapes. Raises ConfigError when
+    the model's context does not hold two lengths.
     """
     drafters = {options.method: options.draft} if drafters is None else drafters
     for method, draft in drafters.items():
@@ -86,9 +88,12 @@ def calibrate(options: BenchOptions, *, tell: Tell, drafters: Mapping[Method, st
     probe = Probe(machine)
     probes = [probe.seconds()]
     times: Times = {}
-    for turn in range(PASSES):
+    for turn in range(passes):
         for rows in sorted(options.batch_sizes):
-            tell(f"rounds of {rows} rows, {turn + 1} of {PASSES}")
+            turns = min(passes, _FEWER_PASSES) if rows > _SOME_ROWS else passes
+            if turn >= turns:
+                continue
+            tell(f"rounds of {rows} rows, {turn + 1} of {turns}")
             _join(times, _rounds(machine, choices, rows, prompts, turn))
             probes.append(probe.seconds())
     tell("prefill")
@@ -149,21 +154,22 @@ def _rounds(
 ) -> Times:
     """A run of every drafter, k and context; no draft is kept, so that all rounds are alike.
 
-    In the first turn each run comes after a short one that warms it up.
+    A short run warms a generator up; in the first turn one before every k does.
     """
     found: Times = {}
     count = ROUNDS if rows <= _MANY_ROWS else _FEWER_ROUNDS
     for length in prompts:
         row_prompts = _row_prompts(machine, rows, length)
         for choice in choices or [DrafterChoice(method=_PLAIN)]:
-            generator = machine.generator(choice, rows=rows, max_len=length + ROOM)
+            generator, is_new = machine.generator(choice, rows=rows, max_len=length + ROOM), True
             for k in MEASURED_DRAFTS if choice.method != _PLAIN else (0,):
                 # Plain rounds belong to no drafter.
                 if not k and choices and choice is not choices[0]:
                     continue
                 contender = NativeContender("rounds", generator, FixedLength(k), drafts=k > 0)
-                if not turn or k == MEASURED_DRAFTS[0]:
+                if not turn or is_new:
                     contender.timed_rounds(_workload(row_prompts, 2 + k), 0)
+                is_new = False
                 # The last k rounds draft less, since fewer tokens remain; the first `count` are alike.
                 timer, _ = contender.timed_rounds(_workload(row_prompts, count + 1 + k), turn)
                 del timer.rounds[count:]
