@@ -3,6 +3,7 @@
 # make lint    the first three of them
 # make format  put the sources in order
 # make bench   the project's speed targets beside what this machine does, about 20 minutes on two idle cores
+# make bench-simulator  the simulator held against runs of this machine, about 20 minutes on two idle cores
 # make vllm-env  an environment of its own for the vLLM that `make bench` and `make test-vllm` compare with
 # make test-vllm  draft heads written here, loaded in vLLM: the same acceptance? Skipped where vLLM cannot be installed
 # make clean   remove the environment and everything made by tools; runs/ stays
@@ -17,6 +18,7 @@ LEADOUT_CACHE ?= $(HOME)/.cache/leadout
 VLLM_VENV ?= $(LEADOUT_CACHE)/vllm
 BENCH_JSON ?= runs/bench.json
 BENCH_ARGS ?=
+OWN_RUNS ?= runs/own
 # One test process per core, one thread each: threads of several processes on the same cores wait for each other.
 WORKERS ?= auto
 
@@ -28,7 +30,7 @@ ifdef LEADOUT_DATA
 export LEADOUT_DATA
 endif
 
-.PHONY: demo test lint format bench vllm-env test-vllm install clean
+.PHONY: demo test lint format bench bench-simulator vllm-env test-vllm install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -52,6 +54,17 @@ bench: install
 	$(BIN)/leadout models fetch smollm2-135m
 	mkdir -p $(dir $(BENCH_JSON))
 	OMP_WAIT_POLICY=passive $(BIN)/leadout bench --targets --json $(BENCH_JSON) $(BENCH_ARGS)
+
+bench-simulator: install
+	$(BIN)/leadout models fetch smollm2-135m
+	mkdir -p $(OWN_RUNS)
+	test -d $(OWN_RUNS)/small || \
+	    $(BIN)/leadout draft init --model smollm2-135m --layers 0,1,29 --out $(OWN_RUNS)/small
+	OMP_WAIT_POLICY=passive $(BIN)/leadout bench --calibrate $(OWN_RUNS)/profile.json --batch-sizes 1,2,8,32,96 \
+	    --method ngram,small_model,eagle3 --draft small_model=$(OWN_RUNS)/small
+	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/simulator_own_runs.py $(OWN_RUNS) \
+	    --profile $(OWN_RUNS)/profile.json --small-model $(OWN_RUNS)/small
+	$(BIN)/leadout simulate --run $(OWN_RUNS) --profile $(OWN_RUNS)/profile.json --validate
 
 # The packages taken out again are builds for GPUs that do not import beside its torch.
 vllm-env: $(VLLM_VENV)/.installed

@@ -1,13 +1,15 @@
-"""Hold the simulator against this machine: calibrate a profile, then measure paired cells on other shapes.
+"""Measure paired cells on this machine, for the simulator to be held against.
 
-Usage: ``python benchmarks/simulator_own_runs.py OUT [--pairs 5] [--threads 2] [--quick]``, then
-``leadout simulate --run OUT --profile OUT/profile.json --validate``.
+Usage: ``python benchmarks/simulator_own_runs.py OUT --profile FILE [--small-model DIR] [--eagle3 DIR] [--pairs 5]``,
+then ``leadout simulate --run OUT --profile FILE --validate``. FILE comes from ``leadout bench --calibrate FILE --method
+ngram,small_model,eagle3 --draft small_model=DIR --batch-sizes 1,2,8,32,96``. Without DIR the small model is cut from
+layers 0, 1 and 29 of the policy, and the head is untrained: seconds do not depend on weights, and acceptance is in the
+log.
 
-Calibration: rounds of the native engine at fixed k, by drafter, rows (1, 2, 8, 32, 96) and prompt length (16, 160).
-Cells: batch 1, 4, 16, 64 x k 0, 1, 3, 5 x drafters (k = 0 once), prompts of 48 tokens, lengths 24-56: none of these
-shapes is in the grid. A cell is measured as pairs of [probe, speculative run, plain run, probe], the probe being one
-fixed plain run. Only the rollout stage is run; the native engine drafts by n-gram and EAGLE-3 (an untrained head: its
-time does not depend on its weights, its acceptance is what it is).
+Cells: batch 1, 4, 16, 64 x k 0, 1, 3, 5 x drafters (k = 0 once), prompts of 88 to 104 tokens that up to eight rows
+share, lengths that differ by row: no shape of the calibration. A pair is [probe, run, plain run, probe], where a probe
+serves the pair after it too; the cells of a batch come in turn, and every pair of a cell repeats the same work. Only
+the rollout stage is run.
 """
 
 from __future__ import annotations
@@ -15,218 +17,182 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import torch
 
-from leadout.build.drafter import new_head
-from leadout.build.generator import make_decoder, make_device, make_generator
-from leadout.config import Draft, LeadoutSpeculation, RolloutSection, SpeculativeConfig
-from leadout.draft_length.controller import FixedLength, RoundOutcome
-from leadout.models.loading import iter_weights, read_config, resolve
-from leadout.models.spec import DecoderSpec
-from leadout.records import Prompt, Request, Rollout, RolloutId, SamplingParams
-from leadout.rollout.engine import NativeGenerator
-from leadout.sim.profile import Linear, Profile, RoundGrid
-from leadout.sim.replay import rollout_seconds
-from leadout.sim.runs import RecordedStep
-from leadout.text import TextCodec
+from leadout.bench.native import NativeContender
+from leadout.bench.workload import Workload
+from leadout.build.bench_calibrate import Probe
+from leadout.build.bench_machine import BenchMachine, DrafterChoice
+from leadout.draft_length.controller import FixedLength
+from leadout.models.cut_layers import write_cut_model
+from leadout.models.loading import resolve
+from leadout.records import Rollout, Stage
+from leadout.sim.profile import Profile, load_profile
+from leadout.sim.replay import PAIRS, validated
 
-MODEL = "smollm2-135m"
-METHODS = ("ngram", "eagle3")
-ROWS = (1, 2, 8, 32, 96)
-PROMPTS = (16, 160)
-CELL_BATCHES, DRAFTS, CELL_PROMPT = (1, 4, 16, 64), (1, 3, 5), 48
-GROUP = 8
-CALIBRATION_TOKENS = 20
+LONGEST = {1: 56, 4: 48, 16: 40, 64: 28}
+"""New tokens of the longest row, by batch; the shortest has half as many."""
+DRAFTS = (1, 3, 5)
+GROUPS = {1: 1, 4: 2, 16: 4, 64: 8}
+"""Rows that share a prompt, by batch."""
+PROMPTS = (96, 88, 104)
+"""Tokens of the prompts, in turn."""
+LAYERS = (0, 1, 29)
+ROLLOUT = Stage.ROLLOUT.value
 
 
-@dataclass(slots=True)
-class Timed(FixedLength):
-    """Always k, and the wall time at the end of every round with its rows."""
+@dataclass(slots=True, kw_only=True)
+class Cell:
+    """One shape and what was measured of it."""
 
+    method: str
     k: int
-    ends: list[tuple[float, int]] = field(default_factory=list)
+    workload: Workload
+    run: NativeContender
+    plain: NativeContender | None
+    """None where the cell itself is plain."""
+    log: dict[str, Any] = field(default_factory=dict)
+    plain_log: dict[str, Any] = field(default_factory=dict)
+    pairs: list[dict[str, Any]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        FixedLength.__init__(self, self.k)
+    def measure(self, before: float, probe: Probe) -> float:
+        """Add a pair; the probe after it."""
+        rollouts, seconds = self.run.timed_rollouts(self.workload, 0)
+        pair: dict[str, Any] = {"probe_before": before, "measured": {ROLLOUT: seconds}}
+        self.log = of_log(rollouts)
+        if self.plain is not None:
+            rollouts, pair["plain_measured"] = self.plain.timed_rollouts(self.workload, 0)
+            self.plain_log = of_log(rollouts)
+        pair["probe_after"] = probe.seconds()
+        self.pairs.append(pair)
+        return float(pair["probe_after"])
 
-    def record(self, outcome: RoundOutcome) -> None:
-        """Note when a round ended."""
-        self.ends.append((time.perf_counter(), int(outcome.drafted_B.shape[0])))
-
-
-class Machine:
-    """The engine with its drafters."""
-
-    def __init__(self, slots: int) -> None:
-        path = resolve(MODEL)
-        spec = DecoderSpec.from_config(read_config(path))
-        weights = dict(iter_weights(path))
-        codec = TextCodec.from_pretrained(path)
-        decoder = make_decoder(spec, weights, dtype="bfloat16", max_len=256, device=make_device("cpu"))
-        head = new_head(Draft(), decoder, weights, [], seed=0, temperature=1.0, keep=())
-        self._vocab = spec.vocab_size
-        self._generators: dict[str, NativeGenerator] = {}
-        for method in METHODS:
-            section = RolloutSection(
-                speculative_config=SpeculativeConfig(
-                    method=method,  # type: ignore[arg-type]
-                    num_speculative_tokens=3,
-                    leadout=LeadoutSpeculation(),
-                )
-            )
-            self._generators[method] = make_generator(
-                decoder, codec, section, num_rows=slots, head=head if method == "eagle3" else None
-            )
-        self._draws = 0
-
-    def run(self, method: str, k: int, lengths: Sequence[int], prompt: int) -> tuple[float, list[Rollout], Timed]:
-        """Generate rows of exactly these lengths: (seconds, rollouts, round ends)."""
-        timer = Timed(k)
-        base = self._generators[METHODS[0] if k == 0 else method]
-        generator = base.variant(timer, drafts=k > 0)
-        rng = np.random.default_rng(self._draws)
-        requests = []
-        for i, length in enumerate(lengths):
-            if i % GROUP == 0:
-                self._draws += 1
-                # Words come back in the prompt, so that n-grams have something to find.
-                ids = np.tile(rng.integers(100, self._vocab, 8), -(-prompt // 8))[:prompt].astype(np.int32)
-                source = Prompt(id=f"p{self._draws}", token_ids=ids, text="")
-            params = SamplingParams(max_new_tokens=int(length), seed=self._draws)
-            requests.append(Request(rollout_id=RolloutId(self._draws, i % GROUP), prompt=source, params=params))
-        begin = time.perf_counter()
-        generator.submit(requests)
-        done: list[Rollout] = []
-        while len(done) < len(requests):
-            done += generator.collect()
-        return time.perf_counter() - begin, done, timer
-
-    def probe(self) -> float:
-        """One fixed plain run; the machine's pace."""
-        return self.run("ngram", 0, [16] * 8, 16)[0]
-
-
-def calibrate(machine: Machine, grid: Sequence[int], drafts: Sequence[int]) -> Profile:
-    """Median seconds of a round by method, k, rows and prompt length; prefill by regression."""
-    probes = [machine.probe() for _ in range(5)]
-    grids, prefills = [], []
-    for method, k in [("none", 0), *((m, k) for m in METHODS for k in drafts)]:
-        seconds = np.zeros((len(grid), len(PROMPTS)))
-        for i, rows in enumerate(grid):
-            for j, prompt in enumerate(PROMPTS):
-                total, _, timer = machine.run(method, k, [CALIBRATION_TOKENS] * rows, prompt)
-                ends = [end for end, live in timer.ends if live == rows]
-                gaps = np.diff(ends)
-                seconds[i, j] = float(np.median(gaps)) if len(gaps) else total
-                groups = -(-rows // GROUP)
-                rounds = timer.ends[-1][0] - timer.ends[0][0] + seconds[i, j]
-                prefills.append((groups * prompt, total - rounds))
-        probes.append(machine.probe())
-        contexts = tuple(float(prompt + CALIBRATION_TOKENS / 2) for prompt in PROMPTS)
-        rising = np.maximum(seconds, 1e-9)
-        grids.append(
-            RoundGrid(
-                method=method,
-                k=k,
-                rows=tuple(grid),
-                contexts=contexts,
-                seconds=tuple(tuple(float(s) for s in line) for line in rising),
-            )
-        )
-        print(f"calibrated {method} k={k}: {np.round(rising * 1e3, 1).tolist()} ms", flush=True)
-    tokens, rest = (np.array(column) for column in zip(*prefills, strict=True))
-    slope = max(float(np.polyfit(tokens, rest, 1)[0]), 0.0)
-    fixed = max(float(np.median(rest - slope * tokens)), 0.0)
-    return Profile(
-        machine=f"{torch.get_num_threads()} threads",
-        model=MODEL,
-        probe_s=float(np.median(probes)),
-        rounds=tuple(grids),
-        prefill=Linear(fixed_s=fixed, seconds_per_token=slope),
-    )
-
-
-def recorded(rollouts: Sequence[Rollout]) -> RecordedStep:
-    """What a log of these rollouts would say."""
-    drafted: dict[int, float] = {}
-    for rollout in rollouts:
-        for k in rollout.rounds.drafted.tolist():
-            drafted[k] = drafted.get(k, 0.0) + 1.0
-    total = sum(drafted.values())
-    return RecordedStep(
-        step=1,
-        seconds={},
-        lengths=np.array([float(rollout.length) for rollout in rollouts]),
-        prompts=np.full(len(rollouts), float(CELL_PROMPT)),
-        rounds=np.array([float(len(rollout.rounds.drafted)) for rollout in rollouts]),
-        drafted={k: share / total for k, share in drafted.items()},
-    )
-
-
-def predict(profile: Profile, rollouts: Sequence[Rollout], method: str, k: int) -> float:
-    """Seconds of the rollout stage from its log; every round drafts k (the tail's shorter drafts cost as much)."""
-    step = recorded(rollouts)
-    step = RecordedStep(
-        step=1,
-        seconds={},
-        lengths=step.lengths,
-        prompts=step.prompts,
-        rounds=step.rounds,
-        drafted={k: 1.0},
-    )
-    return rollout_seconds(step, profile, method, slots=max(len(rollouts), 1), group=GROUP, prompt=float(CELL_PROMPT))
-
-
-def measure_cell(machine: Machine, profile: Profile, batch: int, k: int, method: str, pairs: int) -> dict[str, Any]:
-    """Pairs of [probe, run, plain run, probe] of one cell."""
-    rng = np.random.default_rng(batch * 100 + k)
-    out = []
-    for _ in range(pairs):
-        lengths = rng.integers(24, 57, batch).tolist()
-        before = machine.probe()
-        seconds, rollouts, _ = machine.run(method, k, lengths, CELL_PROMPT)
-        pair = {
-            "probe_before": before,
-            "measured": {"rollout": seconds},
-            "predicted": {"rollout": predict(profile, rollouts, method, k)},
+    def row(self) -> dict[str, Any]:
+        """As `leadout.sim.replay.read_cells` takes it."""
+        rows = self.workload.rows
+        return {
+            "name": f"batch {rows}, k {self.k}, {self.method}" if self.k else f"batch {rows}, plain",
+            "method": self.method,
+            "k": self.k,
+            "slots": rows,
+            "group": GROUPS[rows],
+            "prompts": [len(prompt.token_ids) for prompt in self.workload.prompts],
+            "run": self.log,
+            **({"plain": self.plain_log} if self.plain is not None else {}),
+            "pairs": self.pairs,
         }
-        if k:
-            plain, plain_rollouts, _ = machine.run(method, 0, lengths, CELL_PROMPT)
-            pair |= {"plain_measured": plain, "plain_predicted": predict(profile, plain_rollouts, "none", 0)}
-        out.append({**pair, "probe_after": machine.probe()})
-    return {"name": f"batch {batch}, k {k}, {method if k else 'plain'}", "pairs": out}
+
+
+def of_log(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """What a log of these rollouts would say."""
+    drafted = Counter(k for rollout in rollouts for k in rollout.rounds.drafted.tolist())
+    total = drafted.total()
+    return {
+        "lengths": [rollout.length for rollout in rollouts],
+        "rounds": [len(rollout.rounds.drafted) for rollout in rollouts],
+        "drafted": {str(k): count / total for k, count in sorted(drafted.items())},
+    }
+
+
+def make_workload(machine: BenchMachine, rows: int) -> Workload:
+    """Rows of one batch; the first is as long as any, the others between half of that and all."""
+    longest = LONGEST[rows]
+    lengths = np.random.default_rng(rows).integers(longest // 2, longest + 1, rows)
+    lengths[0] = longest
+    count = rows // GROUPS[rows]
+    prompts = [machine.prompts(count, PROMPTS[i % len(PROMPTS)])[i] for i in range(count)]
+    return Workload(
+        name=f"batch {rows}",
+        prompts=tuple(prompts[row // GROUPS[rows]] for row in range(rows)),
+        lengths=tuple(int(length) for length in lengths),
+    )
+
+
+def make_cells(machine: BenchMachine, choices: Sequence[DrafterChoice], rows: int) -> Iterator[Cell]:
+    """Plain, then every drafter at every k; each generator has run once when its cells come."""
+    workload = make_workload(machine, rows)
+    for index, choice in enumerate(choices):
+        generator = machine.generator(choice, rows=rows, max_len=workload.longest)
+        plain = NativeContender("plain", generator, FixedLength(0), drafts=False)
+        short = Workload(name="warm-up", prompts=workload.prompts, lengths=(4,) * rows)
+        if not index:
+            plain.run(short, 0)
+            yield Cell(method="none", k=0, workload=workload, run=plain, plain=None)
+        for k in DRAFTS:
+            run = NativeContender(f"k={k}", generator, FixedLength(k), drafts=True)
+            run.run(short, 0)
+            yield Cell(method=choice.method, k=k, workload=workload, run=run, plain=plain)
+
+
+def measure_batch(
+    machine: BenchMachine, choices: Sequence[DrafterChoice], rows: int, pairs: int, profile: Profile
+) -> list[dict[str, Any]]:
+    """All cells of a batch, in turn."""
+    began, probe = time.perf_counter(), Probe(machine)
+    cells = list(make_cells(machine, choices, rows))
+    for pair in range(pairs):
+        before = probe.seconds()
+        for cell in cells:
+            before = cell.measure(before, probe)
+        print(f"batch {rows}: pair {pair + 1} of {pairs}, {time.perf_counter() - began:.0f} s", flush=True)
+    measured = [cell.row() for cell in cells]
+    for row in measured:
+        found = validated(row, profile)
+        factor = float(np.exp(found.stage_errors[Stage.ROLLOUT]))
+        speedup = "" if found.speedup_error is None else f", speedup {1 + found.speedup_error:.2f}"
+        print(f"  {found.name}: predicted / measured {factor:.2f}{speedup}", flush=True)
+    return measured
 
 
 def main() -> None:
-    """Calibrate, measure, write OUT/profile.json and OUT/cells.jsonl."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure and write OUT/cells.jsonl."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="batch 4, k 0 and 3 only")
+    parser.add_argument("--profile", type=Path, required=True)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--small-model", help="folder of a small model with the policy's tokenizer")
+    parser.add_argument("--eagle3", help="folder of a trained head")
+    parser.add_argument("--layers", default=",".join(map(str, LAYERS)), help="of the small model, where none is given")
+    parser.add_argument(
+        "--batches", default=",".join(map(str, LONGEST)), help=f"some of {', '.join(map(str, LONGEST))}"
+    )
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    profile = load_profile(arguments.profile)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    machine = Machine(slots=8 if arguments.quick else max(ROWS))
-    machine.probe()
-    grid, batches, drafts = ((1, 2, 8), (4,), (3,)) if arguments.quick else (ROWS, CELL_BATCHES, DRAFTS)
-    profile = calibrate(machine, grid, drafts)
-    (arguments.out / "profile.json").write_text(profile.model_dump_json(indent=1))
-    cells = [(batch, 0, "none") for batch in batches]
-    cells += [(batch, k, method) for batch in batches for k in drafts for method in METHODS]
-    with (arguments.out / "cells.jsonl").open("w") as file:
-        for batch, k, method in cells:
-            row = measure_cell(machine, profile, batch, k, method, arguments.pairs)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            ratios = [p["predicted"]["rollout"] / p["measured"]["rollout"] for p in row["pairs"]]
-            print(row["name"], "predicted / measured, unscaled:", np.round(ratios, 2).tolist(), flush=True)
+    machine = BenchMachine(
+        arguments.model,
+        max_len=max(PROMPTS) + max(LONGEST.values()),
+        dtype=arguments.dtype,
+        threads=arguments.threads,
+    )
+    with TemporaryDirectory(prefix="leadout-own-runs-") as folder:
+        small = arguments.small_model
+        if small is None:
+            small = str(Path(folder) / "small")
+            write_cut_model(
+                resolve(arguments.model), [int(layer) for layer in arguments.layers.split(",")], Path(small)
+            )
+        choices = (
+            DrafterChoice(method="ngram"),
+            DrafterChoice(method="small_model", draft=small),
+            DrafterChoice(method="eagle3", draft=arguments.eagle3),
+        )
+        rows: list[dict[str, Any]] = []
+        for batch in map(int, arguments.batches.split(",")):
+            rows += measure_batch(machine, choices, batch, arguments.pairs, profile)
+            temporary = arguments.out / "cells.jsonl.tmp"
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            temporary.replace(arguments.out / "cells.jsonl")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,10 @@ def main() -> None:
     with ProcessPoolExecutor(processes) as pool:
         means = list(pool.map(sweep, range(processes), [points // processes] * processes))
     seconds = time.perf_counter() - begin
-    print(f"{points} points on {processes} processes: {seconds:.1f} s ({np.mean(means):.1f} s a step in the mean)")
+    print(
+        f"{points} points on {processes} processes: {seconds:.1f} s, {points / seconds:.0f} a second "
+        f"({np.mean(means):.1f} s a step in the mean)"
+    )
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ import pytest
 from leadout.bench.native import NativeContender, TimedLength
 from leadout.bench.set_acceptance import SetAcceptance, length_at, rate_for
 from leadout.bench.workload import Workload
+from leadout.build.bench import BenchOptions
 from leadout.build.bench_machine import BenchMachine, DrafterChoice
 from leadout.cli.main import run
 from leadout.draft_length.controller import FixedLength, RoundOutcome
 from leadout.errors import ConfigError
+from leadout.sim.profile import DrafterTimes, Limits, Profile, load_profile
 from tests.build.tiny_runs import model_folder
 
 
@@ -145,6 +147,16 @@ def test_the_long_tail_is_one_cell_of_64_rows(leadout_run, policy, tmp_path):
         (("--k", "17"), "--k: expected numbers from 0 to 16"),
         (("--method", "small_model"), "--method small_model needs --draft"),
         (("--method", "ngram", "--draft", "x"), "--method ngram drafts without a model, got --draft x"),
+        (("--method", "eagle"), "--method: expected one of none, ngram, eagle3, parallel, mtp"),
+        (("--method", "ngram,eagle3"), "--method: several drafters go with --calibrate only, got 'ngram,eagle3'"),
+        (
+            ("--method", "ngram,small_model", "--draft", "x", "--calibrate", "x.json"),
+            "--draft: expected METHOD=DIR with a method of ngram, small_model, separated by commas, got 'x'",
+        ),
+        (
+            ("--method", "ngram,mtp", "--draft", "mtp=./gone", "--calibrate", "x.json"),
+            "--draft: expected the folder of a draft head, got ./gone",
+        ),
         (("--draft", "./gone"), "--draft: expected the folder of a draft head, got ./gone, which is not there"),
         (("--set-acceptance", "0.5", "--method", "none"), "--set-acceptance needs a drafter, got --method none"),
         (("--targets", "--calibrate", "x.json"), "--targets and --calibrate are two measurements"),
@@ -156,6 +168,26 @@ def test_bad_options_are_one_line(leadout_run, policy, options, words):
     code, _, err = leadout_run("bench", "--model", policy, "--dtype", "float32", "--threads", "1", *options)
     assert (code, err.count("\n")) == (2, 1)
     assert words in err
+
+
+def test_a_profile_can_hold_several_drafters_each_with_its_folder(leadout_run, policy, tmp_path, monkeypatch):
+    asked: list[dict[str, str | None]] = []
+
+    def measure(options: BenchOptions, *, tell: object, drafters: dict[str, str | None]) -> Profile:
+        asked.append(drafters)
+        limits = Limits(read_bytes_per_s=2e9, product_flops=3e9)
+        times = DrafterTimes(draft={1: 0.1}, verify={2: 0.2})
+        return Profile(machine="m", rounds=(), limits=limits, drafters=dict.fromkeys(drafters, times))
+
+    monkeypatch.setattr("leadout.build.bench_calibrate.calibrate", measure)
+    path = tmp_path / "profile.json"
+    several = ("--method", "ngram,small_model,eagle3", "--draft", "small_model=a=b,eagle3=c")
+    code, told, _ = leadout_run("bench", "--model", policy, "--calibrate", str(path), *several)
+    assert (code, load_profile(path).drafters["eagle3"].draft) == (0, {1: 0.1})
+    assert "ngram, small_model, eagle3; 0 grids of rounds, 2.0 GB/s, 3 GFLOP/s" in " ".join(told.split())
+    leadout_run("bench", "--model", policy, "--calibrate", str(path), "--draft", "c")
+    leadout_run("bench", "--model", policy, "--calibrate", str(path), "--draft", "eagle3=c")
+    assert asked == [{"ngram": None, "small_model": "a=b", "eagle3": "c"}, {"eagle3": "c"}, {"eagle3": "c"}]
 
 
 def test_a_head_of_another_width_is_one_line(leadout_run, policy, tmp_path):

@@ -95,7 +95,7 @@ def test_a_frozen_profile_ignores_what_is_measured():
 def test_a_file_gives_a_frozen_profile(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"forward": {"1": 0.01, "16": 0.02}, "draft": {"1": 0.001}}))
-    costs = CostProfile.read(path)
+    costs = CostProfile.read(path, "eagle3")
     assert costs.is_frozen
     assert costs.forward.points() == {1: 0.01, 16: 0.02}
     assert costs.draft.points() == {1: 0.001}
@@ -121,7 +121,7 @@ def test_a_bad_profile_is_refused_in_one_line(tmp_path, text, message):
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as refused:
-        CostProfile.read(path)
+        CostProfile.read(path, "eagle3")
     assert message in str(refused.value)
     assert "cost_profile" in str(refused.value) and str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -129,7 +129,7 @@ def test_a_bad_profile_is_refused_in_one_line(tmp_path, text, message):
 
 def test_a_missing_profile_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cost_profile: no file .*gone\.json"):
-        CostProfile.read(tmp_path / "gone.json")
+        CostProfile.read(tmp_path / "gone.json", "eagle3")
 
 
 def test_a_smaller_pass_with_drafts_than_any_measured_is_as_much_dearer_than_a_plain_one():
@@ -142,3 +142,33 @@ def test_plain_steps_are_not_forecast_from_passes_with_drafts():
     costs = CostProfile(Curve({32: 10.0}))
     costs.record(32, 1, 0.1, 15.0, asked=16)
     assert costs.round_seconds(32, 0) == 10.0
+
+
+def write_drafters(path):
+    drafters = {
+        "ngram": {"draft": {"1": 0.001, "8": 0.001}, "verify": {"2": 0.02, "8": 0.05}, "prompt": {"fixed_s": 0.0}},
+        "eagle3": {"draft": {"1": 0.004}, "verify": {"2": 0.03, "8": 0.06}},
+    }
+    path.write_text(json.dumps({"forward": {"1": 0.01, "2": 0.012}, "draft": {}, "drafters": drafters}))
+    return path
+
+
+def test_passes_with_drafts_have_a_curve_of_their_own_by_method(tmp_path):
+    path = write_drafters(tmp_path / "costs.json")
+    costs = CostProfile.read(path, "ngram")
+    assert costs.round_seconds(2, 0) == pytest.approx(0.012)
+    assert costs.round_seconds(2, 3) == pytest.approx(0.05 + 3 * 0.001)
+    assert CostProfile.read(path, "eagle3").round_seconds(1, 1) == pytest.approx(0.03 + 0.004)
+    assert CostProfile.read(path, "history+eagle3").draft.points() == {1: 0.004}
+
+
+def test_a_drafter_that_was_not_calibrated_is_named(tmp_path):
+    path = write_drafters(tmp_path / "costs.json")
+    with pytest.raises(ConfigError, match=r"drafter history\+mtp in .*, it has ngram, eagle3; .* --method mtp"):
+        CostProfile.read(path, "history+mtp")
+
+
+def test_a_file_by_hand_may_keep_passes_with_drafts_apart(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"forward": {"1": 0.01}, "draft": {"1": 0.001}, "verify": {"2": 0.03}}))
+    assert CostProfile.read(path, "mtp").round_seconds(1, 1) == pytest.approx(0.031)

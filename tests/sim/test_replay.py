@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from leadout.errors import ConfigError, DataError
 from leadout.records import Stage
 from leadout.sim.profile import Profile, load_profile
 from leadout.sim.project import project
-from leadout.sim.replay import Cell, judge, read_cells, replay_step
-from leadout.sim.replay_report import replay_report
+from leadout.sim.replay import Cell, judge, read_cells, replay_step, validated
+from leadout.sim.replay_report import replay_report, validate_report
 from leadout.sim.runs import RecordedStep
 from tests.sim.scenarios import small
 
@@ -91,7 +93,7 @@ def test_a_run_folder_is_replayed_beside_its_measurements(tmp_path):
     assert data["steps"][0]["predicted"]["train"] == pytest.approx(1.0 + 1e-3 * (10 + 2 * 10))
 
 
-def cell(error: float, speedup: float = 0.0) -> Cell:
+def cell(error: float, speedup: float | None = 0.0) -> Cell:
     return Cell(name="c", stage_errors={Stage.ROLLOUT: error}, speedup_error=speedup, repeatability=0.01)
 
 
@@ -102,20 +104,98 @@ def test_the_gate_needs_the_median_and_nine_of_ten_cells():
     assert not judge([cell(0.01, speedup=0.2)] * 10).passed
 
 
+def test_errors_are_factors_whichever_way_they_go():
+    assert judge([cell(np.log(1.1) - 1e-9)] * 5 + [cell(-np.log(1.1) + 1e-9)] * 5).passed
+    assert not judge([cell(-np.log(1.1) - 1e-9)] * 10).passed
+    assert judge([cell(-np.log(1.2) + 1e-9)] * 4 + [cell(0.0)] * 6).within == 1.0
+    assert judge([cell(-np.log(1.2) - 1e-9)] * 4 + [cell(0.0)] * 6).within == 0.6
+
+
+def test_without_a_speedup_there_is_no_verdict():
+    with pytest.raises(DataError, match="with drafts beside plain"):
+        judge([cell(0.01, speedup=None)])
+
+
+ROUND = 0.012 + 1e-6 * 11
+"""Seconds of the first plain round of two rows with prompts of ten tokens."""
+
+
+def measured_cell(measured: list[float], plain: list[float] | None = None, probe: float = 0.1) -> dict[str, object]:
+    """Two rows of one round after their first token, three drafts each."""
+    pairs: list[dict[str, object]] = [
+        {"probe_before": 0.5 * probe, "probe_after": 1.5 * probe, "measured": {"rollout": seconds}}
+        for seconds in measured
+    ]
+    row: dict[str, object] = {"name": "b2", "method": "eagle3", "k": 3, "slots": 2, "group": 2, "prompts": [8, 12]}
+    row["run"] = {"lengths": [5, 5], "rounds": [1, 1], "drafted": {"3": 1.0}}
+    if plain is not None:
+        row["plain"] = {"lengths": [2, 2], "rounds": [1, 1], "drafted": {"0": 1.0}}
+        pairs = [{**pair, "plain_measured": seconds} for pair, seconds in zip(pairs, plain, strict=True)]
+    return {**row, "pairs": pairs}
+
+
 def test_predictions_are_scaled_by_the_probes(tmp_path):
-    pair = {
-        "probe_before": 0.2,
-        "probe_after": 0.2,
-        "measured": {"rollout": 2.0},
-        "predicted": {"rollout": 1.0},
-        "plain_measured": 3.0,
-        "plain_predicted": 1.5,
-    }
     path = tmp_path / "cells.jsonl"
-    path.write_text(json.dumps({"name": "b4", "pairs": [pair] * 5}) + "\n")
+    path.write_text(json.dumps(measured_cell([4 * ROUND] * 5, [3 * ROUND] * 5, probe=0.2)) + "\n")
     (found,) = read_cells(path, profile())
-    assert found.stage_errors[Stage.ROLLOUT] == pytest.approx(0.0, abs=1e-12)
-    assert found.speedup_error == pytest.approx(0.0, abs=1e-12)
+    assert found.stage_errors[Stage.ROLLOUT] == pytest.approx(0.0, abs=1e-9)
+    assert found.unpaired[Stage.ROLLOUT] == pytest.approx(-np.log(2.0))
+    # Predicted 1 / 2, measured 3 / 4, whatever the pace.
+    assert found.speedup_error == pytest.approx(0.5 / 0.75 - 1.0)
+
+
+def test_a_machine_is_held_against_itself_pair_by_pair():
+    slower = [2 * ROUND * 1.1**i for i in range(5)]
+    found = validated(measured_cell(slower, [ROUND] * 5), profile())
+    assert found.repeatability == pytest.approx(np.log(1.1))
+    assert found.speedup_repeatability == pytest.approx(np.log(1.1))
+    assert found.stage_errors[Stage.ROLLOUT] == pytest.approx(-2 * np.log(1.1))
+
+
+def test_a_stage_that_counts_but_is_not_in_the_profile_fails():
+    row = measured_cell([2 * ROUND] * 5, [ROUND] * 5)
+    pairs = [{**pair, "measured": {"rollout": 2 * ROUND, "refit": ROUND, "data": 1e-4}} for pair in row["pairs"]]
+    found = validated({**row, "pairs": pairs}, profile())
+    assert found.stage_errors[Stage.REFIT] == -np.inf
+    assert set(found.stage_errors) == {Stage.ROLLOUT, Stage.REFIT}
+    assert judge([found]).within == 0.0
+
+
+def test_five_pairs_are_the_least():
+    with pytest.raises(DataError, match="cell b2: expected at least 5 pairs, got 4"):
+        validated(measured_cell([1.0] * 4), profile())
+
+
+def test_the_verdict_is_shown_beside_the_machine_against_itself(tmp_path):
+    (tmp_path / "cells.jsonl").write_text(json.dumps(measured_cell([2 * ROUND] * 5, [ROUND] * 5)) + "\n")
+    path = tmp_path / "profile.json"
+    path.write_text(profile().model_dump_json())
+    console = Console(width=160, record=True, file=io.StringIO())
+    shown, data = validate_report(tmp_path, path)
+    console.print(shown)
+    assert "1 cells: median 0.0% (gate 10 %), within 20 %: 100% (90 %), the machine against itself 0.0%" in (
+        console.export_text()
+    )
+    assert (data["passed"], data["by_cell"][0]["name"]) == (True, "b2")
+
+
+def test_drafters_read_prompts_of_their_own():
+    own = {
+        "draft": {"1": 0.001},
+        "verify": {"2": 0.01},
+        "prompt": {"seconds_per_token": 0.5, "seconds_per_sample": 2.0},
+    }
+    raw = json.loads(profile().model_dump_json()) | {
+        "drafters": {"eagle3": own},
+        "prefill": {"seconds_per_sample": 1.0},
+    }
+    ours = Profile.model_validate(raw)
+    run = recorded([2.0] * 4, rounds=[1] * 4, drafted={3: 1.0})
+    spent = [replay_step(run, each, "eagle3", slots=4, group=2)[Stage.ROLLOUT] for each in (ours, profile())]
+    assert spent[0] - spent[1] == pytest.approx(2 * (1.0 + 2.0 + 0.5 * 10))
+    plain = recorded([2.0] * 4, rounds=[1] * 4, drafted={0: 1.0})
+    spent = [replay_step(plain, each, "eagle3", slots=4, group=2)[Stage.ROLLOUT] for each in (ours, profile())]
+    assert spent[0] - spent[1] == pytest.approx(2 * 1.0)
 
 
 def test_a_calibrated_machine_can_be_projected(tmp_path):

@@ -63,9 +63,13 @@ class BareParts:
                 max_len=context + width,
                 dtype=decoder.dtype,
                 device=decoder.device,
+                policy_logits=decoder.logits,
             )
+            self._context = context
             self._cache.lengths[:] = context
             shape = (rows, head.spec.hidden_size)
+            taps = (rows, 1, head.spec.fused_size)
+            self._taps_B1F = torch.randn(taps, generator=self._generator).to(decoder.dtype)
             self._features_BH = torch.randn(shape, generator=self._generator).to(decoder.dtype)
 
     def forward(self, width: int) -> Part:
@@ -101,6 +105,21 @@ class BareParts:
         @torch.inference_mode()
         def run() -> torch.Tensor:
             return cache.logits(cache.extend(self._slots, self._features_BH, self._features_BH, 0))
+
+        return run
+
+    def parallel_draft(self, num_drafts: int) -> Part:
+        """All positions of a head that drafts them in one pass, logits included."""
+        cache = self._cache
+        assert cache is not None, "made without a head"
+        ones_B = np.ones(self._rows, np.int64)
+
+        @torch.inference_mode()
+        def run() -> list[torch.Tensor]:
+            cache.lengths[:] = self._context
+            embeddings_B1H = self._features_BH[:, None]
+            hidden_BKH = cache.run_parallel(self._slots, self._taps_B1F, embeddings_B1H, ones_B, num_drafts)
+            return [cache.logits(hidden_BH) for hidden_BH in hidden_BKH.unbind(1)]
 
         return run
 

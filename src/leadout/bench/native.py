@@ -107,6 +107,11 @@ class NativeContender:
         _, seconds, timer, _ = self._timed(workload, repeat)
         return timer, seconds
 
+    def timed_rollouts(self, workload: Workload, repeat: int) -> tuple[list[Rollout], float]:
+        """The rollouts of one generation, and the seconds of all of it."""
+        rollouts, seconds, _, _ = self._timed(workload, repeat)
+        return rollouts, seconds
+
     def _timed(self, workload: Workload, repeat: int) -> tuple[list[Rollout], float, TimedLength, int]:
         timer = TimedLength(self._draft_length)
         generator = self._generator.variant(timer, drafts=self._drafts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from leadout.bench.calibration import fit_line
 from leadout.build.bench import BenchOptions
-from leadout.build.bench_machine import BenchMachine
+from leadout.build.bench_machine import BenchMachine, DrafterChoice
 from leadout.build.data import sampling_params
 from leadout.build.generator import make_generator
 from leadout.build.learner import load_trainable, make_learner
@@ -33,13 +33,14 @@ class LearnerTimes:
     train: Linear
 
 
-def learner_times(machine: BenchMachine, options: BenchOptions) -> LearnerTimes:
+def learner_times(machine: BenchMachine, options: BenchOptions, choice: DrafterChoice | None) -> LearnerTimes:
     """One step of a small and one of a larger batch, twice, the first time uncounted.
 
-    The learner is a run's own with its usual settings; an EAGLE-3 head learns along where that is the method.
+    The learner is a run's own with its usual settings; the draft head of `choice` learns along.
     """
-    eagle = options.method == "eagle3"
-    speculation = SpeculativeConfig(method="eagle3", model=options.draft) if eagle else None
+    kind = None if choice is None else choice.head
+    folder = None if choice is None else choice.draft
+    speculation = None if kind is None else SpeculativeConfig(method=kind, model=folder)
     config = RunConfig(
         model=options.model,
         data=Data(train=Dataset(task="arithmetic")),
@@ -50,15 +51,20 @@ def learner_times(machine: BenchMachine, options: BenchOptions) -> LearnerTimes:
             dtype=options.dtype,
             speculative_config=speculation,
         ),
-        draft=Draft(enabled=eagle),
+        draft=Draft(enabled=kind is not None),
         train=Train(dtype=options.dtype),
     )
-    head = deepcopy(machine.head(options.draft)).float() if eagle else None
+    head = None if kind is None else deepcopy(machine.head(folder, kind)).float()
     model = load_trainable(machine.path, config.train.dtype, machine.decoder.device)
     params = sampling_params(config.rollout, machine.codec, 0)
     learner = make_learner(config, model, machine.path, params, head, None)
     generator = make_generator(
-        machine.decoder, machine.codec, config.rollout, num_rows=max(_PROMPTS) * _GROUP, head=head, learns_draft=eagle
+        machine.decoder,
+        machine.codec,
+        config.rollout,
+        num_rows=max(_PROMPTS) * _GROUP,
+        head=head,
+        learns_draft=kind is not None,
     )
     tokens: list[float] = []
     seconds: dict[str, list[float]] = {"refit": [], "logprob": [], "train": []}

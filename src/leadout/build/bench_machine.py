@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import torch
 
 from leadout.audit.plan import DEFAULT_PROMPTS
+from leadout.bench.full_drafts import FullDrafts
 from leadout.bench.workload import cut_prompts, make_prompt
 from leadout.build.drafter import load_head, make_drafter, new_head
 from leadout.build.generator import DTYPES, make_decoder
@@ -50,6 +51,13 @@ class DrafterChoice:
     """Folder of a head (eagle3; None: an untrained one), or of a small model."""
     rule: AcceptRule = verify
     """Another rule than the exact one only to set the acceptance."""
+    full: bool = False
+    """Fill looked-up drafts up to the length asked for, so that every round has exactly k."""
+
+    @property
+    def head(self) -> HeadMethod | None:
+        """The kind of draft head, if one drafts."""
+        return next((kind for kind in _HEADS if kind == self.method), None)
 
 
 class BenchMachine:
@@ -123,7 +131,7 @@ class BenchMachine:
                 max_len=max_len,
                 device=self.decoder.device,
                 dtype=self.decoder.dtype,
-                drafter=drafter,
+                drafter=FullDrafts(drafter) if choice.full and drafter is not None and drafter.point_mass else drafter,
                 history=drafter if isinstance(drafter, HistoryDrafter | CombinedDrafter) else None,
                 draft_length=FixedLength(0),
                 rule=choice.rule,
@@ -140,8 +148,7 @@ class BenchMachine:
                 self.decoder, new_kv(), vocab_size=self.spec.vocab_size, hidden_size=self.spec.hidden_size
             )
         speculation = SpeculativeConfig(method=choice.method, model=choice.draft)
-        kind = next((kind for kind in _HEADS if kind == choice.method), None)
-        head = None if kind is None else self.head(choice.draft, kind)
+        head = None if choice.head is None else self.head(choice.draft, choice.head)
         return make_drafter(speculation, self.decoder, head, self.codec, num_slots=rows)
 
 

@@ -170,4 +170,5 @@ def make_draft_length(speculation: SpeculativeConfig | None) -> DraftLength:
     if speculation.num_speculative_tokens != "auto":
         return FixedLength(speculation.num_speculative_tokens)
     profile = speculation.leadout.cost_profile
-    return GoodputLength(speculation.leadout.max_draft_length, None if profile is None else CostProfile.read(profile))
+    costs = None if profile is None else CostProfile.read(profile, speculation.method)
+    return GoodputLength(speculation.leadout.max_draft_length, costs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from leadout.build.bench import BenchOptions, Length
 
-_Method = Literal["none", "ngram", "eagle3", "noisy_policy", "history", "small_model"]
+_Method = Literal["none", "ngram", "eagle3", "parallel", "mtp", "noisy_policy", "history", "small_model"]
 _MOST_ROWS = 1024
 _MOST_DRAFTS = 16
 
@@ -23,8 +23,17 @@ _MOST_DRAFTS = 16
 _Model = Annotated[str, typer.Option(metavar="MODEL", help="Alias, folder or hub id.")]
 _Sizes = Annotated[str, typer.Option(metavar="N,N", help="Rows generated at once.")]
 _Drafts = Annotated[str, typer.Option("--k", metavar="K,K", help="Draft lengths; 0 is plain, auto chooses.")]
-_Drafter = Annotated[_Method, typer.Option(help="Drafter; eagle3 without --draft is an untrained head.")]
-_Draft = Annotated[str | None, typer.Option(metavar="DIR", help="A draft head or small model.")]
+_Drafter = Annotated[
+    str,
+    typer.Option(
+        metavar="METHOD",
+        help=f"{', '.join(get_args(_Method))}; a head without --draft is untrained. Several with --calibrate: M,M.",
+    ),
+]
+_Draft = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="A draft head or small model; of several drafters: METHOD=DIR,METHOD=DIR."),
+]
 _Set = Annotated[
     float | None, typer.Option(min=0.0, max=1.0, help="Keep each draft this often, at the drafter's full cost.")
 ]
@@ -83,14 +92,17 @@ def bench(
     if targets and calibrate is not None:
         raise ConfigError("--targets and --calibrate are two measurements; leave one of them out")
     sizes = _counts(batch_sizes, "--batch-sizes", low=1, high=_MOST_ROWS)
+    drafters = _drafters(method, draft)
+    if len(drafters) > 1 and calibrate is None:
+        raise ConfigError(f"--method: several drafters go with --calibrate only, got {method!r}; name one of them")
     from leadout.build.bench import BenchOptions
 
     options = BenchOptions(
         model=model,
         batch_sizes=sizes,
         lengths=_lengths(k),
-        method=method,
-        draft=draft,
+        method=next(iter(drafters)),
+        draft=next(iter(drafters.values())),
         set_acceptance=set_acceptance,
         context=context,
         new_tokens=new_tokens,
@@ -102,7 +114,7 @@ def bench(
         vllm_python=vllm_python,
     )
     if calibrate is not None:
-        _calibrate(options, calibrate)
+        _calibrate(options, drafters, calibrate)
     elif targets:
         _targets_table(options, _section_names(sections), json)
     else:
@@ -117,6 +129,30 @@ def _section_names(text: str | None) -> tuple[str, ...]:
     if unknown:
         raise ConfigError(f"--sections: expected some of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
     return names
+
+
+def _drafters(methods: str, drafts: str | None) -> dict[_Method, str | None]:
+    """Methods with their folders; a folder without a method belongs to the only one."""
+    found: dict[_Method, str | None] = {}
+    for name in methods.split(","):
+        kind = next((known for known in get_args(_Method) if known == name), None)
+        if kind is None:
+            raise ConfigError(f"--method: expected one of {', '.join(get_args(_Method))}, got {name!r}")
+        found[kind] = None
+    if drafts is None:
+        return found
+    if len(found) == 1:
+        (kind,) = found
+        return {kind: drafts.removeprefix(f"{kind}=")}
+    for part in drafts.split(","):
+        name, _, folder = part.partition("=")
+        kind = next((known for known in found if known == name), None)
+        if kind is None or not folder:
+            raise ConfigError(
+                f"--draft: expected METHOD=DIR with a method of {', '.join(found)}, separated by commas, got {part!r}"
+            )
+        found[kind] = folder
+    return found
 
 
 def _counts(text: str, option: str, *, low: int, high: int) -> tuple[int, ...]:
@@ -173,19 +209,21 @@ def _run(options: BenchOptions, json: Path | None) -> None:
         write_json(json, report.to_json())
 
 
-def _calibrate(options: BenchOptions, path: Path) -> None:
+def _calibrate(options: BenchOptions, drafters: dict[_Method, str | None], path: Path) -> None:
     from leadout.build.bench_calibrate import calibrate as measure
     from leadout.pipeline.folder import write_text
 
     console = _console()
     with console.status("loading the model") as status:
-        profile = measure(options, tell=status.update)
+        tell = status.update if console.is_terminal else console.print
+        profile = measure(options, tell=tell, drafters=drafters)
     write_text(path, profile.model_dump_json(indent=1) + "\n")
-    assert profile.limits is not None
+    limits = profile.limits
+    assert limits is not None
     console.print(
-        f"wrote {path}: {len(profile.rounds)} grids of rounds, {profile.limits.read_bytes_per_s / 1e9:.1f} GB/s, "
-        f"{profile.limits.product_flops / 1e9:.0f} GFLOP/s; use it with leadout simulate --run RUN --profile {path}, "
-        "or as rollout.speculative_config.leadout.cost_profile"
+        f"wrote {path}: {', '.join(profile.drafters) or 'plain rounds only'}; {len(profile.rounds)} grids of rounds, "
+        f"{limits.read_bytes_per_s / 1e9:.1f} GB/s, {limits.product_flops / 1e9:.0f} GFLOP/s; use it with "
+        f"leadout simulate --run RUN --profile {path}, or as rollout.speculative_config.leadout.cost_profile"
     )
 
 

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -98,10 +99,17 @@ class Curve:
 class CostProfile:
     """Seconds of a plain step, of a pass with drafts, of one draft position, and of catching up by backlog tokens."""
 
-    def __init__(self, forward: Curve | None = None, draft: Curve | None = None, *, frozen: bool = False) -> None:
+    def __init__(
+        self,
+        forward: Curve | None = None,
+        draft: Curve | None = None,
+        verify: Curve | None = None,
+        *,
+        frozen: bool = False,
+    ) -> None:
         self.forward = forward or Curve()
-        """Plain steps, by rows."""
-        self.verify = Curve()
+        """Plain steps, by rows; where `verify` is empty, all passes by tokens."""
+        self.verify = verify or Curve()
         """Passes with drafts, all but the drafting, by tokens."""
         self.draft = draft or Curve()
         self.catch_up = Curve()
@@ -109,14 +117,19 @@ class CostProfile:
         self._frozen = frozen
 
     @classmethod
-    def read(cls, path: Path) -> CostProfile:
+    def read(cls, path: Path, method: str) -> CostProfile:
         """A frozen profile from JSON: {"forward": {"1": seconds, ...}, "draft": {"1": seconds, ...}}.
 
-        Raises ConfigError when the file is missing or of another form.
+        `forward` is by tokens in the pass, plain steps and passes with drafts alike, unless a third part "verify" holds
+        the passes with drafts. A file with "drafters" has `draft` and `verify` of each method there. Raises ConfigError
+        when the file is missing or of another form, or does not know the method.
         """
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            curves = [Curve({int(k): float(v) for k, v in raw[name].items()}) for name in ("forward", "draft")]
+            own = _of_method(raw, method, path)
+            curves = [_curve(raw["forward"]), _curve(own["draft"])]
+            if own.get("verify"):
+                curves.append(_curve(own["verify"]))
         except FileNotFoundError:
             raise ConfigError(f"cost_profile: no file {path}") from None
         except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -200,3 +213,22 @@ class CostProfile:
     def _per_draft(self, rows: int) -> float:
         """Seconds of one draft position; unmeasured, a tenth of a plain step."""
         return 0.1 * self.forward.at(rows) if self.draft.is_empty else self.draft.at(rows)
+
+
+def _curve(points: Mapping[str, Any]) -> Curve:
+    return Curve({int(count): float(seconds) for count, seconds in points.items()})
+
+
+def _of_method(raw: Mapping[str, Any], method: str, path: Path) -> Mapping[str, Any]:
+    """The part of a cost file with `draft` and `verify`; a look-up before a model costs what the model costs."""
+    drafters = raw.get("drafters")
+    if not drafters:
+        return raw
+    known = [name for name in (method, method.removeprefix("history+")) if name in drafters]
+    if not known:
+        raise ConfigError(
+            f"cost_profile: expected a drafter {method} in {path}, it has {', '.join(drafters)}; "
+            f"calibrate with --method {method.removeprefix('history+')}"
+        )
+    part: Mapping[str, Any] = drafters[known[0]]
+    return part

@@ -70,6 +70,21 @@ class PartTime(BaseModel):
     tokens_per_row: Annotated[int, Field(ge=1)] = 1
     context: float = 0.0
     seconds: Seconds
+    method: str = ""
+    """Drafter of a `draft`, whose `tokens_per_row` are the positions drafted at once."""
+
+
+class DrafterTimes(BaseModel):
+    """What one drafter adds to a round."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    draft: dict[int, Seconds]
+    """Seconds of one draft position, by rows."""
+    verify: dict[int, Seconds]
+    """Seconds of a round with drafts, all but the drafting, by tokens in the pass."""
+    prompt: Linear = Linear()
+    """Reading prompts before a row's first draft; a sample is a prompt."""
 
 
 class Limits(BaseModel):
@@ -103,10 +118,13 @@ class Profile(BaseModel):
     """Where a round's time goes; not used by projections."""
     limits: Limits | None = None
     forward: dict[int, Seconds] = {}
-    """Seconds of a round without its drafting, by tokens in the pass: with `draft` what
-    `rollout.speculative_config.leadout.cost_profile` reads, so the same file serves the choice of draft lengths."""
+    """Seconds of a plain round, by rows: with `drafters` what `rollout.speculative_config.leadout.cost_profile` reads,
+    so the same file serves the choice of draft lengths."""
+    drafters: dict[str, DrafterTimes] = {}
+    """By method."""
     draft: dict[int, Seconds] = {}
-    """Seconds of one draft position, by rows."""
+    """Seconds of one draft position, by rows, in a file without `drafters`; its `forward` is by tokens in the pass,
+    rounds with drafts among them."""
 
     def table(self, method: str, k: int, max_batch: int) -> StepTable:
         """Step table of a drafter at k; k = 0 is the plain one."""
@@ -121,6 +139,12 @@ class Profile(BaseModel):
         )
         contexts = np.broadcast_to(np.array(grid.contexts, float), seconds.shape)
         return StepTable(contexts=contexts, seconds=seconds)
+
+    def prefill_seconds(self, method: str, prompts: float, tokens: float) -> float:
+        """Prompts into the cache of the policy and, where it drafts, of the drafter."""
+        drafter = self.drafters.get(method)
+        own = 0.0 if drafter is None else drafter.prompt.of(tokens, prompts)
+        return self.prefill.of(tokens, prompts) + own
 
     def draft_lengths(self, method: str) -> list[int]:
         """The k that were measured for a drafter, ascending."""
@@ -140,7 +164,7 @@ class ProfileModel:
 
     def prefill_seconds(self, prompts: int, tokens: float) -> float:
         """Prefill as calibrated."""
-        return self.profile.prefill.of(tokens, float(prompts)) if tokens > 0 else 0.0
+        return self.profile.prefill_seconds(self.method, float(prompts), tokens) if tokens > 0 else 0.0
 
     def breakdown(self, k: int, batch: int, context: float) -> list[Part]:
         """A calibrated round has one part."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from leadout.sim.runs import RecordedStep
 
 STAGE_SHARE, STAGE_SECONDS = 0.05, 0.5
 MEDIAN_ERROR, CELL_ERROR, CELL_SHARE, SPEEDUP_ERROR = 0.10, 0.20, 0.90, 0.10
+PAIRS = 5
+"""Of a cell, at least."""
 
 
 def replay_step(
@@ -60,7 +62,8 @@ def rollout_seconds(
     for k, share in shares.items():
         table = profile.table(method, k, slots)
         seconds += share * float(table.integrate(batch, context, growth, intervals.span_N).sum())
-    return seconds + profile.prefill.of(float(intervals.prefill_tokens_N.sum()), 0.0)
+    prompts, tokens = float(intervals.prefill_rows_N.sum()), float(intervals.prefill_tokens_N.sum())
+    return seconds + profile.prefill_seconds(method if any(shares) else "none", prompts, tokens)
 
 
 def _mean_progress(rounds: Floats, start: Floats) -> Floats:
@@ -74,22 +77,30 @@ class Cell:
 
     name: str
     stage_errors: Mapping[Stage, float]
-    """log(predicted / measured) of the stages that count."""
+    """log(predicted / measured) of the stages that count; the prediction scaled by the probes."""
     speedup_error: float | None
+    """Predicted / measured speedup over plain - 1; None for plain itself."""
     repeatability: float
-    """Median |log ratio| of the measurement against itself."""
+    """Median |log ratio| of one pair's seconds to the next one's, each over its probes."""
+    unpaired: Mapping[Stage, float] = field(default_factory=dict)
+    """As `stage_errors`, not scaled."""
+    speedup_repeatability: float | None = None
+    """As `repeatability`, of measured speedups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether the gate holds."""
+    """Whether the gate holds. Errors are factors less one: 0.1 is a tenth too much or as much too little."""
 
+    cells: int
     median: float
+    """Of the errors of all stages that count."""
     within: float
     """Share of cells whose worst stage is within 20 %."""
     speedups: float
     """Share of cells whose speedup over plain is within 10 %."""
     repeatability: float
+    speedup_repeatability: float
     passed: bool
 
 
@@ -100,65 +111,87 @@ def counts(seconds: Mapping[Stage, float]) -> list[Stage]:
 
 
 def judge(cells: Sequence[Cell]) -> Verdict:
-    """The gate over all cells."""
+    """The gate over all cells. Raises DataError where there is nothing to judge."""
     errors = [abs(error) for cell in cells for error in cell.stage_errors.values()]
     worst = [max((abs(e) for e in cell.stage_errors.values()), default=0.0) for cell in cells]
     speedups = [abs(cell.speedup_error) for cell in cells if cell.speedup_error is not None]
-    if not errors:
-        raise DataError("no cell has a stage that counts")
-    median, within = float(np.median(errors)), float(np.mean([w <= np.log1p(CELL_ERROR) for w in worst]))
-    near = float(np.mean([s <= SPEEDUP_ERROR for s in speedups])) if speedups else 1.0
-    passed = median <= MEDIAN_ERROR and within >= CELL_SHARE and near >= CELL_SHARE
+    if not errors or not speedups:
+        raise DataError("expected cells with a stage that counts and with drafts beside plain, there are none")
+    median, within = float(np.expm1(np.median(errors))), float(np.mean([w <= np.log1p(CELL_ERROR) for w in worst]))
+    near = float(np.mean([s <= SPEEDUP_ERROR for s in speedups]))
+    again = [cell.speedup_repeatability for cell in cells if cell.speedup_repeatability is not None]
     return Verdict(
+        cells=len(cells),
         median=median,
         within=within,
         speedups=near,
-        repeatability=float(np.median([cell.repeatability for cell in cells])),
-        passed=passed,
+        repeatability=float(np.expm1(np.median([cell.repeatability for cell in cells]))),
+        speedup_repeatability=float(np.expm1(np.median(again))) if again else float("nan"),
+        passed=median <= MEDIAN_ERROR and within >= CELL_SHARE and near >= CELL_SHARE,
     )
 
 
 def read_cells(path: Path, profile: Profile) -> list[Cell]:
-    """Cells from a file of measured pairs (`cells.jsonl`, written by the benchmark).
+    """Cells from a file of measured pairs (`cells.jsonl`, written by the benchmark), predicted with this profile.
 
-    Each row: name, pairs of {probe_before, probe_after, measured: {stage: s}, predicted: {stage: s}, plain_measured,
-    plain_predicted (rollout seconds, optional)}. Predictions are scaled by the probes' pace against the calibration.
+    Each row: name, method, k, slots, group, prompts (tokens, by rollout), run and plain (what the log of the cell's
+    rollouts and of plain ones says: lengths, rounds, drafted; no plain where k = 0), and pairs of {probe_before,
+    probe_after, measured: {stage: s}, plain_measured: s of the plain rollout}. Predictions are scaled by the probes'
+    pace against the calibration.
     """
     if not path.is_file():
         raise DataError(f"--validate needs {path}; benchmarks/simulator_own_runs.py writes it")
-    cells = [_cell(json.loads(line), profile) for line in path.read_text().splitlines() if line.strip()]
+    cells = [validated(json.loads(line), profile) for line in path.read_text().splitlines() if line.strip()]
     if not cells:
         raise DataError(f"{path} holds no cells")
     return cells
 
 
-def _cell(row: Mapping[str, Any], profile: Profile) -> Cell:
+def validated(row: Mapping[str, Any], profile: Profile) -> Cell:
+    """A row of cells as measured, beside its prediction."""
     pairs = row["pairs"]
-    if len(pairs) < 5:
-        raise DataError(f"cell {row['name']}: expected at least 5 pairs, got {len(pairs)}")
-    stages = counts({Stage(k): float(np.median([p["measured"][k] for p in pairs])) for k in pairs[0]["measured"]})
-    errors: dict[Stage, float] = {}
-    speedups = []
-    for stage in stages:
-        logs = [
-            np.log(p["predicted"][stage.value] * _pace(p, profile) / p["measured"][stage.value])
-            for p in pairs
-            if p["measured"][stage.value] > 0 and p["predicted"].get(stage.value, 0) > 0
-        ]
-        if logs:
-            errors[stage] = float(np.median(logs))
-    for p in pairs:
-        if "plain_measured" in p:
-            measured = p["plain_measured"] / p["measured"]["rollout"]
-            speedups.append(p["plain_predicted"] / p["predicted"]["rollout"] / measured - 1.0)
-    rollouts = np.array([p["measured"]["rollout"] / _pace(p, profile) for p in pairs])
-    spread = float(np.median(np.abs(np.log(rollouts / np.median(rollouts)))))
+    if len(pairs) < PAIRS:
+        raise DataError(f"cell {row['name']}: expected at least {PAIRS} pairs, got {len(pairs)}")
+    predicted = _predicted(row, row["run"], str(row["method"]), profile)
+    measured = {Stage(stage): np.array([p["measured"][stage] for p in pairs]) for stage in pairs[0]["measured"]}
+    pace = np.array([_pace(p, profile) for p in pairs])
+    errors, unpaired = {}, {}
+    for stage in counts({stage: float(np.median(seconds)) for stage, seconds in measured.items()}):
+        with np.errstate(divide="ignore"):  # a stage that counts and is predicted as nothing fails the gate
+            logs = np.log(predicted[stage] / measured[stage])
+        errors[stage], unpaired[stage] = float(np.median(logs + np.log(pace))), float(np.median(logs))
+    rollout = measured[Stage.ROLLOUT]
+    speedup_error, speedups_again = None, None
+    if "plain" in row:
+        plain = _predicted(row, row["plain"], "none", profile)
+        speedups = np.array([p["plain_measured"] for p in pairs]) / rollout
+        ours = plain[Stage.ROLLOUT] / predicted[Stage.ROLLOUT]
+        speedup_error, speedups_again = float(np.median(ours / speedups - 1.0)), _against_next(speedups)
     return Cell(
         name=str(row["name"]),
         stage_errors=errors,
-        speedup_error=float(np.median(speedups)) if speedups else None,
-        repeatability=spread,
+        unpaired=unpaired,
+        speedup_error=speedup_error,
+        repeatability=_against_next(rollout / pace),
+        speedup_repeatability=speedups_again,
     )
+
+
+def _predicted(row: Mapping[str, Any], log: Mapping[str, Any], method: str, profile: Profile) -> dict[Stage, float]:
+    lengths = np.array(log["lengths"], dtype=float)
+    recorded = RecordedStep(
+        step=1,
+        seconds={},
+        lengths=lengths,
+        prompts=np.array(row["prompts"], dtype=float),
+        rounds=np.array(log["rounds"], dtype=float),
+        drafted={int(k): float(share) for k, share in log["drafted"].items()},
+    )
+    return replay_step(recorded, profile, method, slots=int(row["slots"]), group=int(row["group"]))
+
+
+def _against_next(values: Floats) -> float:
+    return float(np.median(np.abs(np.diff(np.log(values)))))
 
 
 def _pace(pair: Mapping[str, Any], profile: Profile) -> float:
