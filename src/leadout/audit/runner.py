@@ -47,7 +47,7 @@ def run_audit(
     `precision` is what the generator computes in; it decides what is blamed on rounding. `rounded_share` is
     the share of the rollouts that `score` gives a second, rounded pass: floors need a few thousand tokens. `version` is
     that of the weights `score` holds; None when nothing else was ever loaded. Raises ConfigError on unusable requests,
-    AuditError when the learner's own logits are unusable.
+    ModelError when the learner's own logits are unusable.
     """
     if not requests:
         raise ConfigError("expected at least one request to audit, got none; give prompts")
