@@ -57,10 +57,14 @@ def token_classes(rollout: Rollout) -> CodeArray:
     """
     length = rollout.length
     rounds = rollout.rounds
+    if rounds.drafted.shape != rounds.accepted.shape:
+        raise ValueError(f"{rounds.drafted.size} rounds drafted, {rounds.accepted.size} accepted")
     if length == 0:
         return np.zeros(0, np.int64)
     drafted_R = rounds.drafted.astype(np.int64)
     accepted_R = rounds.accepted.astype(np.int64)
+    if np.any(drafted_R > MAX_DRAFT_LENGTH):
+        raise ValueError(f"a round verified {drafted_R.max()} drafts, at most {MAX_DRAFT_LENGTH} can be audited")
     if np.any(accepted_R > drafted_R) or np.any(accepted_R < 0):
         raise ValueError("a round accepted more drafts than it verified")
     missing = committed_tokens(rounds) + 1 - length
@@ -82,54 +86,3 @@ def token_classes(rollout: Rollout) -> CodeArray:
         ),
     )
     return np.concatenate(([FIRST], codes_T))[:length].astype(np.int64)
-
-
-def bookkeeping_faults(rollout: Rollout) -> list[str]:
-    """What contradicts itself in the record of one rollout, in words; empty when nothing does.
-
-    Tokens kept after the end, more tokens than asked for, rounds that do not account for the tokens, accepted drafts
-    that were not emitted. No chance is involved, so one finding is a failure.
-    """
-    faults = []
-    arrays = (rollout.logprobs, rollout.policy_logprobs, rollout.loss_mask)
-    if any(array.shape[0] != rollout.length for array in arrays):
-        return ["log-probabilities or spans are not one per token"]
-    if not all(np.isfinite(array).all() for array in (rollout.logprobs, rollout.policy_logprobs)):
-        faults.append("log-probabilities are not finite")
-    try:
-        token_classes(rollout)
-    except ValueError as error:
-        return [*faults, str(error)]
-    return faults + _trace_faults(rollout)
-
-
-def _trace_faults(rollout: Rollout) -> list[str]:
-    """Contradictions between the trace and the tokens."""
-    trace = rollout.trace
-    if trace is None:
-        return []
-    if trace.position_D.size and int(trace.position_D.max()) >= rollout.length:
-        return ["the trace has drafts after the end of the rollout"]
-    faults = []
-    emitted_D = rollout.token_ids[trace.position_D]
-    if np.any(emitted_D[trace.accepted_D] != trace.draft_D[trace.accepted_D]):
-        faults.append("an accepted draft is not the token that was emitted")
-    if trace.probs_DV is None and np.any(emitted_D[~trace.accepted_D] == trace.draft_D[~trace.accepted_D]):
-        faults.append("a rejected point-mass draft was emitted as correction")
-    reached_R = np.bincount(trace.round_D, minlength=rollout.rounds.drafted.shape[0])
-    accepted_R = np.bincount(trace.round_D[trace.accepted_D], minlength=rollout.rounds.drafted.shape[0])
-    if np.any(accepted_R != rollout.rounds.accepted) or np.any(reached_R > rollout.rounds.drafted):
-        faults.append("the trace and the rounds disagree on what was accepted")
-    return faults
-
-
-def stop_faults(rollout: Rollout, stop_token_ids: tuple[int, ...], max_new_tokens: int) -> list[str]:
-    """Contradictions between the tokens and the declared end of a rollout."""
-    faults = []
-    if np.isin(rollout.token_ids[:-1], np.asarray(stop_token_ids, np.int64)).any():
-        faults.append("tokens were kept after an end-of-sequence token")
-    if rollout.length > max_new_tokens:
-        faults.append(f"{rollout.length} tokens, at most {max_new_tokens} were asked for")
-    if rollout.finish == "eos" and stop_token_ids and int(rollout.token_ids[-1]) not in stop_token_ids:
-        faults.append("the end-of-sequence token that ended a rollout is missing")
-    return faults

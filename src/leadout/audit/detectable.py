@@ -60,6 +60,11 @@ def unseen_kinds(sample: AuditSample) -> tuple[str, ...]:
             "the generator returned no trace of its drafts: T2 and T4 did not run, so a wrong residual of a few per "
             "cent of the drafted tokens, or a lossless rule other than the declared one, would not be seen"
         )
+    if 0 < sample.traced < sample.verified:
+        unseen.append(
+            f"only {sample.traced / sample.verified:.1%} of the verified drafts came with a trace: T2 and T4 did not "
+            "see the others"
+        )
     if sample.traced and not sample.pooled_accepts().n:
         unseen.append("all drafts were point masses: the accept rule for sampled drafts did not run")
     if not drafted:

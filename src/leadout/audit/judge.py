@@ -185,6 +185,12 @@ def _conclude(
 ) -> tuple[Outcome, str]:
     """The answer and its one-line reason."""
     finer = "audit in float32, or with" if precision == "bfloat16" else "audit with"
+    if len(sample.versions) > 1 and not sample.bookkeeping:
+        versions = ", ".join(str(version) for version in sorted(sample.versions))
+        return Outcome.COULD_NOT_JUDGE, (
+            f"the rollouts are of versions {versions}, and the learner holds one of them: say which (version=), and "
+            "generate without updates in between"
+        )
     failed = sorted((r for r in results if r.outcome is Outcome.FAIL), key=lambda r: -r.load)
     if failed:
         tests = sorted({result.test for result in failed})
@@ -195,13 +201,17 @@ def _conclude(
         worst = "; ".join(f"{f.test} ({f.name}, {f.class_name})" for f in failed[:3])
         first = f" ({sample.bookkeeping[0]})" if sample.bookkeeping else ""
         return Outcome.FAIL, f"the tokens are not the policy's: {worst}{first}"
-    if sample.tokens == 0:
-        return Outcome.COULD_NOT_JUDGE, "there are no tokens to judge"
+    if sample.skipped and not sample.tokens:
+        return Outcome.COULD_NOT_JUDGE, (
+            f"none of the {sample.skipped} tokens is of the learner's version: give both the same weights"
+        )
     if sample.skipped or sample.unfinished:
         return Outcome.COULD_NOT_JUDGE, (
             f"{sample.skipped} tokens are not of the learner's version and {sample.unfinished} rollouts did not "
             "finish: what is left is a selected sample; generate again without updates and errors"
         )
+    if sample.tokens == 0:
+        return Outcome.COULD_NOT_JUDGE, "there are no tokens to judge"
     if sample.ambiguous_share > MAX_AMBIGUOUS:
         return Outcome.COULD_NOT_JUDGE, (
             f"{sample.ambiguous_share:.0%} of the tokens lie where rounding decides the filters; "

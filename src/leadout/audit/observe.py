@@ -8,12 +8,15 @@ Axes: T tokens of a rollout, N positions of a chunk, D traced drafts, V policy v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from leadout.audit.classes import CodeArray, bookkeeping_faults, stop_faults, token_classes
+from leadout.audit.bookkeeping import Declared, record_faults
+from leadout.audit.bookkeeping_trace import draft_prob_faults, verified_drafts, vocabulary_faults
+from leadout.audit.classes import CodeArray, token_classes
 from leadout.audit.law import Law, log_full, make_law, penalised
 from leadout.audit.measure import (
     NUM_DRAFT_UNIFORMS,
@@ -43,25 +46,52 @@ class Scores:
     """A second pass in the generator's precision, as f32; None when that is no coarser than the first."""
 
 
-def add_rollout(
-    sample: AuditSample, rollout: Rollout, scores: Scores, *, version: int | None, seed: int, floor_every: int
-) -> None:
-    """Judge one rollout's record and add its tokens.
+def admit(sample: AuditSample, rollout: Rollout, declared: Declared, version: int | None) -> bool:
+    """Whether a rollout's tokens are to be tested, from its record alone; counts it otherwise.
 
-    `version`: the weights the learner holds; None accepts any single version. `floor_every`: the rounding floors
-    that need sorting are measured on every n-th token only. Raises ModelError when the learner's logits are unusable.
+    `version`: the weights the learner holds; None accepts any, and the sample remembers which there were. Rollouts
+    that failed or were cancelled, and those without a token, are unfinished: what is left without them is selected.
     """
-    if not is_usable(sample, rollout, version):
-        return
-    sample.rollouts += 1
-    faults = bookkeeping_faults(rollout)
-    faults += stop_faults(rollout, sample.params.stop_token_ids, sample.params.max_new_tokens)
+    if rollout.finish in (Finish.CANCELLED, Finish.ERROR):
+        sample.unfinished += 1
+        return False
+    faults = record_faults(rollout, declared)
     if faults:
-        name = f"rollout {rollout.request_id.draw}/{rollout.request_id.sibling}"
-        sample.bookkeeping += [f"{name}: {fault}" for fault in faults]
-        return
+        sample.rollouts += 1
+        note(sample, rollout, faults)
+        return False
+    if rollout.length == 0:
+        sample.unfinished += 1
+        return False
+    versions = {span.version for span in rollout.spans}
+    given = any(span.source is Source.GIVEN for span in rollout.spans)
+    if given or len(versions) != 1 or (version is not None and versions != {version}):
+        sample.skipped += rollout.length
+        return False
+    sample.versions |= versions
+    return True
+
+
+def note(sample: AuditSample, rollout: Rollout, faults: Sequence[str]) -> None:
+    """Keep contradictions in the record of a rollout."""
+    name = f"rollout {rollout.request_id.draw}/{rollout.request_id.sibling}"
+    sample.bookkeeping += [f"{name}: {fault}" for fault in faults]
+
+
+def add_rollout(sample: AuditSample, rollout: Rollout, scores: Scores, *, seed: int, floor_every: int) -> None:
+    """Add the tokens of an admitted rollout.
+
+    `floor_every`: the rounding floors that need sorting are measured on every n-th token only. Raises ModelError when
+    the learner's logits are unusable.
+    """
+    sample.rollouts += 1
     _check(rollout, scores)
+    faults = vocabulary_faults(rollout.trace, scores.exact_TV.shape[-1])
+    note(sample, rollout, faults or draft_prob_faults(rollout.trace))
+    if faults:
+        return
     class_T = token_classes(rollout)
+    sample.verified += int(verified_drafts(rollout).sum())
     rng = np.random.default_rng((seed, *rollout.request_id))
     parts: list[TokenColumns] = []
     rows = max(1, CHUNK_ELEMENTS // scores.exact_TV.shape[-1])
@@ -87,19 +117,6 @@ def add_rollout(
             draw_N=np.full(size, rollout.request_id.draw, np.int64),
         ),
     )
-
-
-def is_usable(sample: AuditSample, rollout: Rollout, version: int | None) -> bool:
-    """Whether the whole rollout came from one version of the weights and ended by itself; counts it otherwise."""
-    if rollout.finish in (Finish.CANCELLED, Finish.ERROR):
-        sample.unfinished += 1
-        return False
-    versions = {span.version for span in rollout.spans}
-    given = any(span.source is Source.GIVEN for span in rollout.spans)
-    if given or len(versions) != 1 or (version is not None and versions != {version}):
-        sample.skipped += rollout.length
-        return False
-    return True
 
 
 def _check(rollout: Rollout, scores: Scores) -> None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from leadout.audit.bookkeeping import Declared
 from leadout.audit.judge import Demands, judge
-from leadout.audit.observe import Scores, add_rollout
+from leadout.audit.observe import Scores, add_rollout, admit, note
 from leadout.audit.sample import AuditSample
 from leadout.audit.tolerances import Precision, tolerances_for
 from leadout.audit.verdict import Verdict
-from leadout.errors import ConfigError
+from leadout.errors import AuditError, ConfigError
 from leadout.interfaces import Generator
-from leadout.records import Request, Rollout
+from leadout.records import Request, Rollout, RolloutId
 
 Score = Callable[[Sequence[Rollout]], Iterable[Scores]]
 """Teacher-forces rollouts with the learner's model, in order; best lazily, since logits are large."""
@@ -46,8 +49,9 @@ def run_audit(
 
     `precision` is what the generator computes in; it decides what is blamed on rounding. `rounded_share` is
     the share of the rollouts that `score` gives a second, rounded pass: floors need a few thousand tokens. `version` is
-    that of the weights `score` holds; None when nothing else was ever loaded. Raises ConfigError on unusable requests,
-    ModelError when the learner's own logits are unusable.
+    that of the weights `score` holds; None when nothing else was ever loaded, and then all rollouts must be of one
+    version. Raises ConfigError on unusable requests, ModelError when the learner's own logits are unusable, AuditError
+    when the generator goes on to return nothing but what it returned before.
     """
     if not requests:
         raise ConfigError("expected at least one request to audit, got none; give prompts")
@@ -56,42 +60,77 @@ def run_audit(
         raise ConfigError("expected one sampling setting for the whole audit, got several; audit each on its own")
     sample = AuditSample(params, tolerances_for(precision), precision == "bfloat16")
     floor_every = max(1, int(rounded_share * len(requests) * params.max_new_tokens) // FLOOR_TOKENS)
-    pending = {request.rollout_id for request in requests}
-    if len(pending) != len(requests):
+    waiting = {request.rollout_id: request for request in requests}
+    if len(waiting) != len(requests):
         raise ConfigError("expected every rollout id once, got some twice: their numbers would be the same")
     generator.submit([replace(request, params=params) for request in requests])
     held: list[Rollout] = []
-    while pending:
-        finished = generator.collect()
-        if not finished:
-            sample.unfinished += len(pending)
+    while waiting:
+        admitted = _collect(generator, waiting, sample, version)
+        if admitted is None:
+            sample.unfinished += len(waiting)
             break
-        wanted = [rollout for rollout in finished if rollout.request_id in pending]
-        if len(wanted) < len(finished):
-            sample.bookkeeping.append("a rollout that was not asked for, or came twice")
-        pending -= {rollout.request_id for rollout in wanted}
-        held += [rollout for rollout in wanted if rollout.length]
+        held += admitted
         if len(held) >= SCORED_TOGETHER:
-            _add(sample, held, score, version, seed, floor_every, rounded_share >= 1.0)
+            _add(sample, held, score, seed, floor_every, rounded_share >= 1.0)
             held = []
         if progress is not None:
-            progress(len(requests) - len(pending), len(requests), sample.tokens + sum(r.length for r in held))
-    _add(sample, held, score, version, seed, floor_every, rounded_share >= 1.0)
+            progress(len(requests) - len(waiting), len(requests), sample.tokens + sum(r.length for r in held))
+    _add(sample, held, score, seed, floor_every, rounded_share >= 1.0)
     return judge(sample, name, precision, demands or Demands())
+
+
+def _collect(
+    generator: Generator, waiting: dict[RolloutId, Request], sample: AuditSample, version: int | None
+) -> list[Rollout] | None:
+    """The next rollouts that were waited for and whose tokens can be tested; None when nothing comes any more.
+
+    Raises AuditError when none of what came was waited for: such a generator might never end.
+    """
+    finished = generator.collect()
+    if not finished:
+        return None
+    missing, admitted = len(waiting), []
+    for rollout in finished:
+        request = waiting.pop(rollout.request_id, None)
+        if request is None:
+            note(sample, rollout, ["came twice, or was not asked for"])
+        elif not np.array_equal(rollout.prompt.token_ids, request.prompt.token_ids):
+            note(sample, rollout, ["continues another prompt than the one it was asked to continue"])
+        elif admit(sample, rollout, _declared(generator, request, sample), version):
+            admitted.append(rollout)
+    if len(waiting) == missing:
+        raise AuditError(
+            f"expected the {missing} rollouts that are still missing, got only some that came before or were not "
+            f"asked for ({sample.bookkeeping[-1]}); the generator is faulty"
+        )
+    return admitted
+
+
+def _declared(generator: Generator, request: Request, sample: AuditSample) -> Declared:
+    """What the record of this request's rollout is held against."""
+    capabilities = generator.capabilities
+    return Declared(
+        params=sample.params,
+        max_context=capabilities.max_context,
+        traced=capabilities.trace,
+        continued=request.given is not None,
+    )
 
 
 def _add(
     sample: AuditSample,
     rollouts: Sequence[Rollout],
     score: Score,
-    version: int | None,
     seed: int,
     floor_every: int,
     needs_rounded: bool,
 ) -> None:
     """Teacher-force some rollouts and add them."""
+    if not rollouts:
+        return
     ordered = sorted(rollouts, key=lambda rollout: rollout.prompt.id)
     for rollout, scores in zip(ordered, score(ordered), strict=True):
         if sample.has_floor and needs_rounded and scores.rounded_TV is None:
             raise ConfigError("expected two passes of the learner (fp32 and bf16) for a bf16 engine, got one")
-        add_rollout(sample, rollout, scores, version=version, seed=seed, floor_every=floor_every)
+        add_rollout(sample, rollout, scores, seed=seed, floor_every=floor_every)

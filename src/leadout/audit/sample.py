@@ -59,9 +59,13 @@ class AuditSample:
         self.skipped = 0
         """Tokens whose prefix is not wholly of the learner's version, or that the caller gave."""
         self.unfinished = 0
-        """Rollouts that ended by an error or were cancelled."""
+        """Rollouts that ended by an error, were cancelled or brought no token."""
+        self.versions: set[int] = set()
+        """Weight versions of the rollouts; more than one where the caller did not say which the learner holds."""
         self.corrections = 0
         self.impossible = 0
+        self.verified = 0
+        """Drafts that rounds verified, traced or not."""
         self.traced = 0
         self.bookkeeping: list[str] = []
         self._class_tokens = np.zeros(NUM_CLASSES, np.int64)

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from leadout.audit.observe import Scores, add_rollout
+from leadout.audit.bookkeeping import Declared
+from leadout.audit.observe import Scores, add_rollout, admit
 from leadout.audit.sample import AuditSample
 from leadout.audit.t3_tilt import TILTS, tilt_log_e
 from leadout.audit.t6_logprobs import error_findings, sharpening
@@ -70,13 +71,13 @@ class TrainingAuditor:
 
     def observe(self, rollout: Rollout, logits_TV: torch.Tensor) -> None:
         """Take the learner's logits (before temperature) at the positions that produced the rollout's tokens."""
-        if rollout.length == 0:
+        if not admit(self._sample, rollout, Declared(params=self._params), version=None):
             return
         exact_TV = logits_TV.detach()
         if exact_TV.dtype is not torch.float64:
             exact_TV = exact_TV.float()
         scores = Scores(exact_TV=exact_TV.cpu(), rounded_TV=None)
-        add_rollout(self._sample, rollout, scores, version=None, seed=self._seed, floor_every=1)
+        add_rollout(self._sample, rollout, scores, seed=self._seed, floor_every=1)
 
     @property
     def log_e(self) -> float:

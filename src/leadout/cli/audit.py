@@ -15,6 +15,7 @@ from leadout.errors import ConfigError, DataError
 from leadout.records import SamplingParams
 
 if TYPE_CHECKING:
+    from leadout.audit.faults import Fault
     from leadout.build.audit import AuditOptions
 
 _Method = Literal["noisy_policy", Method, "none"]
@@ -58,7 +59,7 @@ def audit(
     _check_files(method, draft, json)
     fault = None if inject is None else fault_named(inject)
     params = _params(
-        fault.setting if fault is not None else None,
+        fault,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
@@ -66,8 +67,6 @@ def audit(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    if fault is not None:
-        fault.check(params)
     from leadout.build.audit import AuditOptions
     from leadout.build.drafter import head_method
 
@@ -91,16 +90,20 @@ def _check_files(method: str | None, draft: str | None, path: Path | None) -> No
     check_target(path, "--json")
 
 
-def _params(setting: SamplingParams | None, *, seed: int, **given: float | int | None) -> SamplingParams:
+def _params(fault: Fault | None, *, seed: int, **given: float | int | None) -> SamplingParams:
     """A fault's setting or the defaults, overridden by the options that were given."""
     named = {name: value for name, value in given.items() if value is not None}
     for name, value in named.items():
         if not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')}: expected a finite number, got {value}")
+    setting = SamplingParams() if fault is None else fault.setting
     try:
-        return replace(setting or SamplingParams(), seed=seed, max_new_tokens=64, **named)  # type: ignore[arg-type]
+        params = replace(setting, seed=seed, max_new_tokens=64, **named)  # type: ignore[arg-type]
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if fault is not None:
+        fault.check(params)
+    return params
 
 
 def _with_prompts(options: AuditOptions, path: Path | None) -> AuditOptions:
