@@ -172,7 +172,7 @@ def test_rollouts_of_two_versions_are_not_judged_when_the_learners_is_unknown():
 def test_a_generator_of_another_version_is_named_as_such():
     verdict = audit(draws=10, version=0, told=lambda r: [of_version(r, 5)])
     assert verdict.outcome is Outcome.COULD_NOT_JUDGE
-    assert verdict.reason.startswith("none of the ") and "tokens is of the learner's version" in verdict.reason
+    assert verdict.reason.startswith("none of the ") and "was drawn by the learner's version" in verdict.reason
 
 
 def test_the_honest_table_generator_passes_every_record_check():

@@ -196,7 +196,8 @@ def _conclude(sample: AuditSample, results: list[TestResult], short: tuple[Short
         return Outcome.FAIL, f"the tokens are not the policy's: {worst}{first}"
     if sample.skipped and not sample.tokens:
         return Outcome.COULD_NOT_JUDGE, (
-            f"none of the {sample.skipped} tokens is of the learner's version: give both the same weights"
+            f"none of the {sample.skipped} tokens was drawn by the learner's version of the weights: give the "
+            "generator the learner's weights first"
         )
     if sample.skipped or sample.unfinished:
         return Outcome.COULD_NOT_JUDGE, (
