@@ -10,7 +10,7 @@ from leadout.audit.runner import run_audit
 from leadout.audit.verdict import Outcome
 from leadout.errors import ConfigError
 from leadout.records import SamplingParams
-from tests.audit.tiny_engine import EOS, make_decoder, make_generator, make_requests, make_score
+from tests.audit.tiny_engine import EOS, make_decoder, make_generator, make_parts, make_requests, make_score
 
 DEMANDS = Demands(tokens=800, class_tokens=20, temperature_error=0.5)
 TESTS = {
@@ -96,3 +96,25 @@ def test_a_fault_fails_and_the_output_names_the_test_that_caught_it(decoder, nam
 def test_a_harmless_change_passes(decoder, name):
     verdict = audit(decoder, fault_named(name), 14)
     assert verdict.outcome is Outcome.PASS, verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("top-p-after-acceptance", "--temperature 0.7, --top-p 0.9"),
+        ("penalty-ignores-drafts", "--repetition-penalty 1.5"),
+        ("logprobs-before-temperature", "--temperature 0.7"),
+    ],
+)
+def test_a_setting_under_which_a_fault_is_a_no_op_is_refused(name, option):
+    with pytest.raises(ConfigError, match=f"fault {name} acts only with {option} or the like"):
+        fault_named(name).check(SamplingParams())
+    fault_named(name).check(fault_named(name).setting)
+
+
+def test_a_rule_fault_without_a_drafter_that_samples_is_refused(decoder):
+    for name in ("policy-residual", "bonus-wrong-position", "temperature-in-accept-only", "min-p-on-bonus-only"):
+        fault = fault_named(name)
+        parts = replace(make_parts(decoder), drafter=None)
+        with pytest.raises(ConfigError, match="expected a drafter that samples"):
+            fault.install(parts, fault.setting)

@@ -9,7 +9,7 @@ from leadout.audit.judge import Demands
 from leadout.audit.observe import Scores
 from leadout.audit.runner import run_audit
 from leadout.audit.verdict import Outcome
-from leadout.errors import AuditError, ConfigError
+from leadout.errors import ConfigError, ModelError
 from leadout.records import SamplingParams
 from tests.audit.fakes import EOS, TableGenerator, make_requests, make_tables, table_score
 
@@ -92,7 +92,7 @@ def test_rollouts_that_never_come_back_make_the_sample_selected():
 def test_greedy_decoding_is_judged_on_support_and_log_probabilities():
     params = replace(PARAMS, temperature=0.0, max_new_tokens=20)
     generator = TableGenerator(TABLE_SV, DRAFT_SV, law_temperature=1e-4, logprob_temperature=1.0)
-    requests = make_requests(30, 1, params)
+    requests = make_requests(260, 1, params)
 
     class Greedy(TableGenerator):
         def _record(self, *arguments):
@@ -117,7 +117,7 @@ def test_a_learner_with_broken_logits_is_named():
     def score(rollouts):
         return [Scores(exact_TV=torch.full((rollout.length, 16), torch.nan), rounded_TV=None) for rollout in rollouts]
 
-    with pytest.raises(AuditError, match="the learner's logits are not finite"):
+    with pytest.raises(ModelError, match="the learner's logits are not finite"):
         run_audit(
             TableGenerator(TABLE_SV, DRAFT_SV),
             score,

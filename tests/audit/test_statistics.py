@@ -254,3 +254,17 @@ def test_holm_stops_at_the_first_hypothesis_that_stands():
     assert holm([0.001, 0.2, 0.02, 0.013], 0.05) == [True, False, True, True]
     assert holm([0.03, 0.001, 0.04], 0.05) == [False, True, False]
     assert holm([], 0.05) == []
+
+
+def test_bounds_of_log_probabilities_grow_as_the_temperature_falls():
+    error_N = np.random.default_rng(0).normal(0.0, 0.05 / 0.3, 5_000) + 0.5 * (0.05 / 0.3) ** 2
+    floor = 0.05 / 0.3
+    assert [f.statistic <= f.bound for f in error_findings("x", error_N, floor, math.inf, 0.3)] == [True] * 3
+    assert not all(f.statistic <= f.bound for f in error_findings("x", error_N, floor, math.inf, 1.0))
+    (largest,) = error_findings("x", np.asarray([3e-4]), 0.0, 2e-4, 0.5)
+    assert (largest.statistic, largest.bound) == (3e-4, 4e-4)
+
+
+def test_bounds_of_log_probabilities_do_not_shrink_above_temperature_one():
+    (largest,) = error_findings("x", np.asarray([1e-4]), 0.0, 2e-4, 2.0)
+    assert largest.bound == 2e-4

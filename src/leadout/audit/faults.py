@@ -59,17 +59,40 @@ class Fault:
     wrap: Wrap = lambda generator: generator
     """Faults of what the generator as a whole returns."""
 
+    def check(self, params: SamplingParams) -> None:
+        """Raises ConfigError for sampling under which the fault would change nothing."""
+        idle = [n for n in self._settings() if getattr(params, n) == getattr(_PLAIN, n)]
+        if idle:
+            named = ", ".join(f"--{n.replace('_', '-')} {getattr(self.setting, n)}" for n in idle)
+            raise ConfigError(
+                f"fault {self.name} acts only with {named} or the like; leave the option out, or change it"
+            )
+
+    def _settings(self) -> list[str]:
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return [name for name in names if getattr(self.setting, name) != getattr(_PLAIN, name)]
+
     @property
     def line(self) -> str:
         """One line for `--list-faults`."""
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        changed = [f"{n}={getattr(self.setting, n)}" for n in names if getattr(self.setting, n) != getattr(_PLAIN, n)]
+        changed = [f"{name}={getattr(self.setting, name)}" for name in self._settings()]
         note = "  (harmless: must pass)" if self.harmless else ""
         return f"{self.name}: {self.summary} [{', '.join(changed) or 'temperature=1.0'}; {self.drafter}]{note}"
 
 
 def _rule(rule: AcceptRule) -> Install:
-    return lambda parts, params: replace(parts, rule=rule)
+    def install(parts: EngineParts, params: SamplingParams) -> EngineParts:
+        _sampling_drafter(parts)
+        return replace(parts, rule=rule)
+
+    return install
+
+
+def _sampling_drafter(parts: EngineParts) -> Drafter:
+    """The drafter. Raises ConfigError where none samples: the fault would be a no-op."""
+    if parts.drafter is None or parts.drafter.point_mass:
+        raise ConfigError("expected a drafter that samples for this fault, got none; use --method noisy_policy")
+    return parts.drafter
 
 
 def _sampler(around: type[SamplerAround]) -> Install:
@@ -82,9 +105,7 @@ def _sampler(around: type[SamplerAround]) -> Install:
 
 def _drafter(around: Callable[[Drafter], Drafter]) -> Install:
     def install(parts: EngineParts, params: SamplingParams) -> EngineParts:
-        if parts.drafter is None or parts.drafter.point_mass:
-            raise ConfigError("expected a drafter that samples for this fault, got none; use --method noisy_policy")
-        return replace(parts, drafter=around(parts.drafter))
+        return replace(parts, drafter=around(_sampling_drafter(parts)))
 
     return install
 
@@ -106,17 +127,20 @@ def _stale_draft_kv(parts: EngineParts, params: SamplingParams) -> EngineParts:
 
 
 def _cold_accept(parts: EngineParts, params: SamplingParams) -> EngineParts:
+    _sampling_drafter(parts)
     warm = rules.Untempered(params.temperature)
     return replace(parts, rule=rules.ChangedRule(correction_law=warm, bonus_law=warm))
 
 
 def _late_top_p(parts: EngineParts, params: SamplingParams) -> EngineParts:
+    _sampling_drafter(parts)
     filtered = rules.Filtered(params)
     rule = rules.ChangedRule(correction_law=filtered, bonus_law=filtered)
     return _sampler(LateFilters)(replace(parts, rule=rule), params)
 
 
 def _bonus_min_p(parts: EngineParts, params: SamplingParams) -> EngineParts:
+    _sampling_drafter(parts)
     rule = rules.ChangedRule(bonus_law=rules.Filtered(params))
     return _sampler(LateFilters)(replace(parts, rule=rule), params)
 

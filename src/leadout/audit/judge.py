@@ -21,6 +21,8 @@ from leadout.audit.verdict import Outcome, Shortage, TestResult, Verdict
 _OF_THE_POLICY = ("T1", "T2")
 MAX_AMBIGUOUS = 0.2
 """Above this share of ambiguous tokens the law tests say too little."""
+LEAST_VARIANCE = 1e-6
+"""Below this variance of log p per token (nats^2) the law has one token only."""
 MAX_DRIFT = 0.02
 """Above this rounding floor of T3 (nats per token) the temperature cannot be judged."""
 
@@ -119,14 +121,16 @@ def shortages(sample: AuditSample, demands: Demands) -> tuple[Shortage, ...]:
     """Which classes need how many tokens; sharp policies need more tokens for the same information."""
     counts = sample.class_tokens()
     total = sum(counts.values())
+    # Greedy tokens have one law whatever the drafter does; only their number is asked for.
     short = [
         Shortage(class_name=class_name(code), tokens=count, needed=demands.class_tokens)
         for code, count in counts.items()
-        if count < demands.class_tokens and count >= demands.class_share * total
+        if count < demands.class_tokens and count >= demands.class_share * total and not sample.params.is_greedy
     ]
     needed = demands.tokens
     variance = sample.pooled_tilts().variance
-    if total and variance > 0.0:
+    # A law of one token, but for rounding, says nothing about the temperature however many are drawn.
+    if variance > LEAST_VARIANCE * total:
         wanted = (t3_tilt.DETECTABLE_Z / demands.temperature_error) ** 2
         needed = max(needed, math.ceil(total * wanted / variance))
     if total < needed:
@@ -137,8 +141,8 @@ def shortages(sample: AuditSample, demands: Demands) -> tuple[Shortage, ...]:
 def judge(sample: AuditSample, generator: str, precision: str, demands: Demands) -> Verdict:
     """The verdict on everything added so far."""
     results = judge_findings(all_findings(sample), sample.tolerances, sample.tilt_drift)
-    short = () if sample.params.is_greedy else shortages(sample, demands)
-    outcome, reason = _conclude(sample, results, short)
+    short = shortages(sample, demands)
+    outcome, reason = _conclude(sample, results, short, precision)
     params = sample.params
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     return Verdict(
@@ -176,7 +180,9 @@ def _unjudged(results: list[TestResult]) -> tuple[str, ...]:
     )
 
 
-def _conclude(sample: AuditSample, results: list[TestResult], short: tuple[Shortage, ...]) -> tuple[Outcome, str]:
+def _conclude(
+    sample: AuditSample, results: list[TestResult], short: tuple[Shortage, ...], precision: str
+) -> tuple[Outcome, str]:
     """The answer and its one-line reason."""
     if len(sample.versions) > 1 and not sample.bookkeeping:
         versions = ", ".join(str(version) for version in sorted(sample.versions))
@@ -184,6 +190,7 @@ def _conclude(sample: AuditSample, results: list[TestResult], short: tuple[Short
             f"the rollouts are of versions {versions}, and the learner holds one of them: say which (version=), and "
             "generate without updates in between"
         )
+    finer = "audit in float32, or with" if precision == "bfloat16" else "audit with"
     failed = sorted((r for r in results if r.outcome is Outcome.FAIL), key=lambda r: -r.load)
     if failed:
         tests = sorted({result.test for result in failed})
@@ -209,7 +216,7 @@ def _conclude(sample: AuditSample, results: list[TestResult], short: tuple[Short
     if sample.ambiguous_share > MAX_AMBIGUOUS:
         return Outcome.COULD_NOT_JUDGE, (
             f"{sample.ambiguous_share:.0%} of the tokens lie where rounding decides the filters; "
-            f"at most {MAX_AMBIGUOUS:.0%} can be left out (audit in float32, or with looser filters)"
+            f"at most {MAX_AMBIGUOUS:.0%} can be left out ({finer} looser filters)"
         )
     if short:
         wants = "; ".join(f"{s.needed - s.tokens:,} more of {s.class_name}" for s in short)
@@ -217,5 +224,8 @@ def _conclude(sample: AuditSample, results: list[TestResult], short: tuple[Short
     unclear = [r for r in results if r.outcome is Outcome.COULD_NOT_JUDGE and r.tokens and r.class_name == "all"]
     if unclear and not sample.params.is_greedy:
         named = ", ".join(sorted({r.test for r in unclear}))
-        return Outcome.COULD_NOT_JUDGE, f"rounding moves {named} more than the test allows (audit in float32)"
+        return (
+            Outcome.COULD_NOT_JUDGE,
+            f"rounding moves {named} more than the test allows ({finer} a higher temperature)",
+        )
     return Outcome.PASS, "the tokens are the policy's"

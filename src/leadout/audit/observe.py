@@ -28,7 +28,8 @@ from leadout.audit.measure import (
     measure_tokens,
 )
 from leadout.audit.sample import AuditSample, Labels
-from leadout.errors import AuditError
+from leadout.audit.t7_pairs import Path
+from leadout.errors import ModelError
 from leadout.records import Finish, Rollout, Source, Trace
 
 CHUNK_ELEMENTS = 1 << 20
@@ -80,7 +81,7 @@ def note(sample: AuditSample, rollout: Rollout, faults: Sequence[str]) -> None:
 def add_rollout(sample: AuditSample, rollout: Rollout, scores: Scores, *, seed: int, floor_every: int) -> None:
     """Add the tokens of an admitted rollout.
 
-    `floor_every`: the rounding floors that need sorting are measured on every n-th token only. Raises AuditError when
+    `floor_every`: the rounding floors that need sorting are measured on every n-th token only. Raises ModelError when
     the learner's logits are unusable.
     """
     sample.rollouts += 1
@@ -100,9 +101,16 @@ def add_rollout(sample: AuditSample, rollout: Rollout, scores: Scores, *, seed: 
         chunk.add_logprobs(sample, parts[-1])
         chunk.add_drafts(sample, class_T, rng, floor_every)
         chunk.add_floor(sample, floor_every)
-    size = rollout.length
+    size, columns = rollout.length, TokenColumns.join(parts)
+    path = Path(
+        draw=rollout.request_id.draw,
+        sibling=rollout.request_id.sibling,
+        token_T=rollout.token_ids,
+        power2_T=columns.power2_N,
+    )
+    sample.pairs.add(rollout.prompt.token_ids.tobytes(), path)
     sample.add_tokens(
-        TokenColumns.join(parts),
+        columns,
         Labels(
             class_N=class_T,
             rollout_N=np.zeros(size, np.int64),
@@ -115,12 +123,12 @@ def _check(rollout: Rollout, scores: Scores) -> None:
     shape = tuple(scores.exact_TV.shape)
     assert len(shape) == 2 and shape[0] == rollout.length, f"logits {shape} for {rollout.length} tokens"
     if int(rollout.token_ids.max()) >= shape[1]:
-        raise AuditError(
+        raise ModelError(
             f"the learner has {shape[1]} tokens, the generator emitted id {int(rollout.token_ids.max())}; "
             "audit a generator of the same model"
         )
     if not bool(torch.isfinite(scores.exact_TV).all()):
-        raise AuditError("the learner's logits are not finite; check the model's weights before auditing a generator")
+        raise ModelError("the learner's logits are not finite; check the model's weights before auditing a generator")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

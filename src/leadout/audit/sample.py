@@ -18,6 +18,7 @@ from leadout.audit.floor import Floor
 from leadout.audit.measure import DraftColumns, TokenColumns
 from leadout.audit.sums import CountSums, TiltSums, Uniforms, pool
 from leadout.audit.t7_dependence import LagSums, SiblingSums
+from leadout.audit.t7_pairs import PairSums
 from leadout.audit.tails import Floats
 from leadout.audit.tolerances import Tolerances
 from leadout.records import SamplingParams
@@ -49,6 +50,7 @@ class AuditSample:
         self.lag = LagSums()
         self.rejections = LagSums()
         self.siblings = SiblingSums()
+        self.pairs = PairSums()
         self.rollouts = 0
         self.tokens = 0
         self.used = 0

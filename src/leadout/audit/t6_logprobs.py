@@ -45,11 +45,24 @@ def _bound_finding(name: str, n: int, statistic: float, bound: float, effect: Ef
     )
 
 
-def error_findings(label: str, error_N: Floats, floor_rms: float, logprob_max: float) -> list[Finding]:
-    """Bounds on one kind of returned log-probability; `error_N` is returned minus teacher-forced."""
+def sharpening(temperature: float) -> float:
+    """How much a temperature below 1 magnifies what rounding does to logits: 1/T (1 from T = 1 up, and for greedy)."""
+    return max(1.0, 1.0 / temperature) if temperature > 0.0 else 1.0
+
+
+def error_findings(
+    label: str, error_N: Floats, floor_rms: float, logprob_max: float, temperature: float = 1.0
+) -> list[Finding]:
+    """Bounds on one kind of returned log-probability; `error_N` is returned minus teacher-forced.
+
+    Errors of log-probabilities grow with 1/T, their mean (a divergence) with its square; so do the bounds. `floor_rms`
+    was measured at the temperature itself.
+    """
     n = error_N.shape[0]
     if n == 0:
         return []
+    sharper = sharpening(temperature)
+    logprob_max *= sharper
     rms, mean = float(np.sqrt(np.mean(error_N**2))), float(np.mean(error_N))
     half = Z_999 * rms / n**0.5
     mean_effect = Effect(value=mean, low=mean - half, high=mean + half, unit="nats")
@@ -57,24 +70,25 @@ def error_findings(label: str, error_N: Floats, floor_rms: float, logprob_max: f
         largest = float(np.abs(error_N).max())
         effect = Effect(value=largest, low=largest, high=largest, unit="nats")
         return [_bound_finding(f"{label}: largest error", n, largest, logprob_max, effect, floor_rms)]
-    large = int(np.count_nonzero(np.abs(error_N) > LARGE_ERROR))
+    large = int(np.count_nonzero(np.abs(error_N) > LARGE_ERROR * sharper))
     rms_effect = Effect(value=rms, low=rms - half, high=rms + half, unit="nats")
-    share = Effect(value=large / n, low=large / n, high=large / n, unit="share beyond 0.5 nats")
-    rms_bound = max(RMS_FLOORS * floor_rms, RMS_LEAST)
+    share = Effect(
+        value=large / n, low=large / n, high=large / n, unit=f"share beyond {LARGE_ERROR * sharper:.2g} nats"
+    )
+    rms_bound = max(RMS_FLOORS * floor_rms, RMS_LEAST * sharper)
     # A small sample may exceed the bounds by chance alone, by this much.
-    slack = 5.0 * max(floor_rms, RMS_LEAST / RMS_FLOORS) / n**0.5
+    slack = 5.0 * max(floor_rms, RMS_LEAST * sharper / RMS_FLOORS) / n**0.5
     return [
         _bound_finding(f"{label}: rms error", n, rms, rms_bound + slack, rms_effect, floor_rms),
-        _bound_finding(f"{label}: mean error", n, abs(mean), MEAN_MAX + slack, mean_effect, floor_rms),
+        _bound_finding(f"{label}: mean error", n, abs(mean), MEAN_MAX * sharper**2 + slack, mean_effect, floor_rms),
         _bound_finding(f"{label}: large errors", n, float(large), max(LARGE_SHARE * n, 3.0), share, floor_rms),
     ]
 
 
 def findings(sample: AuditSample) -> list[Finding]:
-    """Both log-probabilities; the sampled law's only where it is another number."""
-    floor_rms = sample.floor.logprob_rms
-    largest = sample.tolerances.logprob_max
-    found = error_findings("policy log-probability", sample.policy_errors(), floor_rms, largest)
-    if not sample.params.is_policy_law:
-        found += error_findings("sampled log-probability", sample.law_errors(), floor_rms, largest)
-    return found
+    """Both log-probabilities."""
+    bounds = sample.floor.logprob_rms, sample.tolerances.logprob_max, sample.params.temperature
+    return [
+        *error_findings("policy log-probability", sample.policy_errors(), *bounds),
+        *error_findings("sampled log-probability", sample.law_errors(), *bounds),
+    ]

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri
 
+from leadout.audit import t7_pairs
 from leadout.audit.findings import Effect, Finding
 from leadout.audit.tails import Z_999, Floats, bernstein_p_value, log_mean_exp, p_from_log_e
 
@@ -134,7 +135,9 @@ def sibling_finding(sums: SiblingSums) -> Finding | None:
 
 
 def findings(sample: AuditSample) -> list[Finding]:
-    """Both kinds of dependence."""
+    """Within rollouts, and between those of one prompt."""
     found = [lag_finding(sample.lag, "T7", "neighbouring tokens are drawn independently", "all")]
     siblings = sibling_finding(sample.siblings)
-    return found if siblings is None else [*found, siblings]
+    if siblings is not None:
+        found.append(siblings)
+    return found + t7_pairs.findings(sample.pairs)

@@ -19,7 +19,7 @@ from leadout.audit.bookkeeping import Declared
 from leadout.audit.observe import Scores, add_rollout, admit
 from leadout.audit.sample import AuditSample
 from leadout.audit.t3_tilt import TILTS, tilt_log_e
-from leadout.audit.t6_logprobs import error_findings
+from leadout.audit.t6_logprobs import error_findings, sharpening
 from leadout.audit.tails import Floats, ks_distance, ks_p_value
 from leadout.audit.tolerances import Precision, tolerances_for
 from leadout.errors import AuditError
@@ -30,7 +30,8 @@ STOP_E_VALUE = 1e4
 WARN_P_VALUE = 1e-6
 """A step's KS test warns below this."""
 DRIFT = {"bfloat16": 2e-3, "float32": 1e-5, "float64": 1e-9}
-"""Nats per token that rounding may move the mean of -log p; about the KL of bf16 against fp32 (1.2e-3 to 1.8e-3)."""
+"""Nats per token that rounding may move the mean of -log p at temperature 1, by 1/T^2 more below; about the KL of bf16
+against fp32 (1.2e-3 to 1.8e-3)."""
 FLOOR_RMS = 0.05
 """bf16: rms log-probability error of a correct engine against a bf16 learner (measured 0.048 to 0.059)."""
 
@@ -46,11 +47,13 @@ class TrainingAuditor:
     def __init__(
         self, params: SamplingParams, *, precision: Precision, share: float, every: int = 1, seed: int = 0
     ) -> None:
-        """`params` of the rollouts, `precision` of the generator; `share` of the rollouts of every n-th step are seen.
+        """`params` of the rollouts, `precision` of the coarser of generator and learner.
 
-        Choose the share as wanted tokens / expected tokens of a step: a cut by what has been seen so far would select.
+        `share` of the rollouts of every n-th step are seen. Choose it as wanted tokens / expected tokens of a step: a
+        cut by what has been seen so far would select.
         """
         self._params = params
+        self._sharper = sharpening(params.temperature)
         self._precision: Precision = precision
         self._share = share
         self._every = every
@@ -79,7 +82,7 @@ class TrainingAuditor:
     @property
     def log_e(self) -> float:
         """log e-value of everything seen since the run began."""
-        return tilt_log_e(self._tilts, self._tokens, DRIFT[self._precision])
+        return tilt_log_e(self._tilts, self._tokens, DRIFT[self._precision] * self._sharper**2)
 
     def finish_step(self) -> Mapping[str, float]:
         """audit/* metrics of the step; raises AuditError when the e-value reaches its limit or a record is broken."""
@@ -114,7 +117,8 @@ class TrainingAuditor:
             _log.warning("audit: tokens do not follow the policy (KS distance %.4f, p = %.1e)", distance, p_value)
         if sample.outside:
             _log.warning("audit: %d tokens lie outside the filters", sample.outside)
-        for finding in error_findings("log-probability", error_N, FLOOR_RMS, sample.tolerances.logprob_max):
+        bounds = FLOOR_RMS * self._sharper, sample.tolerances.logprob_max, self._params.temperature
+        for finding in error_findings("log-probability", error_N, *bounds):
             if finding.statistic > finding.bound:
                 _log.warning("audit: %s is %.3g, allowed %.3g", finding.name, finding.statistic, finding.bound)
         return {

@@ -85,6 +85,11 @@ def audit(options: AuditOptions, *, progress: Progress | None = None) -> Verdict
     exact = torch.float64 if options.dtype == "float64" else torch.float32
     model = load_policy(path, exact)
     longest = max(len(request.prompt.token_ids) for request in requests)
+    if longest >= spec.max_position_embeddings:
+        raise ConfigError(
+            f"expected prompts shorter than the model's context of {spec.max_position_embeddings} tokens, the longest "
+            f"has {longest}; give shorter ones with --prompts"
+        )
     max_len = min(spec.max_position_embeddings, longest + params.max_new_tokens)
     decoder = make_decoder(
         spec,
@@ -101,7 +106,9 @@ def audit(options: AuditOptions, *, progress: Progress | None = None) -> Verdict
         generator,
         LearnerScores(model, rounded=options.dtype == "bfloat16"),
         requests,
-        name=f"native engine, {name}, drafter {options.method}",
+        name=f"native engine, {name}, drafter {options.method} with k = {options.num_drafts}, seed {params.seed}"
+        if options.method != "none"
+        else f"native engine, {name}, no drafter, seed {params.seed}",
         precision=options.dtype,
         version=0,
         seed=params.seed,

@@ -22,6 +22,8 @@ from leadout.train.loss import LossSettings
 from leadout.train.settings import DraftSettings, OptimizerSettings, UpdateSettings
 from leadout.train.students import DraftStudent, HeadStudent, SmallModelStudent
 
+_COARSENESS = ("float64", "float32", "bfloat16")
+
 
 def load_trainable(path: Path, dtype: str, device: torch.device) -> Any:
     """The policy that learns: fp32 weights (fp64 in float64), whatever the type of its matrix products."""
@@ -33,11 +35,12 @@ def make_auditor(config: RunConfig, params: SamplingParams) -> TrainingAuditor |
     if not config.audit.every:
         return None
     rollout = config.rollout
-    longest = rollout.num_prompts * rollout.num_generations * rollout.max_completion_length
+    rollouts = rollout.num_prompts * rollout.num_generations
     return TrainingAuditor(
         params,
-        precision=rollout.dtype,
-        share=min(1.0, config.audit.tokens / longest),
+        precision=max(rollout.dtype, config.train.dtype, key=_COARSENESS.index),
+        # One rollout a step at least: fewer would leave most steps without any.
+        share=min(1.0, max(config.audit.tokens / rollout.max_completion_length, 1.0) / rollouts),
         every=config.audit.every,
         seed=config.seed,
     )

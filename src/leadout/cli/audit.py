@@ -29,11 +29,11 @@ def audit(
     backend: Annotated[Literal["native"], typer.Option(help="The generator under test.")] = "native",
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Smallest set reaching this probability.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="The k most probable tokens; 0 is off.")] = None,
+    top_k: Annotated[int | None, typer.Option(max=2**31 - 1, help="The k most probable tokens; 0 is off.")] = None,
     min_p: Annotated[float | None, typer.Option(help="At least this share of the largest probability.")] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="1 is off.")] = None,
     k: Annotated[int, typer.Option("--k", min=1, max=16, help="Tokens drafted per round.")] = 3,
-    tokens: Annotated[int, typer.Option(min=100, help="About how many tokens to draw.")] = 20_000,
+    tokens: Annotated[int, typer.Option(min=100, max=10_000_000, help="About how many tokens to draw.")] = 20_000,
     dtype: Annotated[Literal["bfloat16", "float32", "float64"], typer.Option(help="Of the generator.")] = "bfloat16",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
     prompts: Annotated[
@@ -66,6 +66,8 @@ def audit(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
+    if fault is not None:
+        fault.check(params)
     from leadout.build.audit import AuditOptions
     from leadout.build.drafter import head_method
 
@@ -105,7 +107,7 @@ def _with_prompts(options: AuditOptions, path: Path | None) -> AuditOptions:
     if path is None:
         return options
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"--prompts: expected a text file with one prompt a line, cannot read {path}: {error}"
