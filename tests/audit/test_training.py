@@ -1,11 +1,12 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from leadout.audit.training import TrainingAuditor, is_selected
 from leadout.errors import AuditError
-from leadout.records import SamplingParams
+from leadout.records import Finish, SamplingParams, Source, Span
 from tests.audit.fakes import EOS, TableGenerator, make_requests, make_tables, table_score
 from tests.fakes import make_rollout
 
@@ -82,6 +83,43 @@ def test_a_broken_record_stops_the_run():
     rollout = make_rollout(tokens=(5, 6, 7), drafted=(0,), accepted=(0,))
     auditor.observe(rollout, torch.zeros(3, 16))
     with pytest.raises(AuditError, match="rounds account for 2 tokens"):
+        auditor.finish_step()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish", "stop"),
+    [
+        ((5, EOS), Finish.EOS, EOS),
+        ((5, 6), Finish.STOP, "x"),
+        ((5, 6), Finish.CONTEXT, None),
+        ((5,) * 40, Finish.LENGTH, None),
+        ((5, 6), Finish.CANCELLED, None),
+        ((5, 6), Finish.ERROR, None),
+        ((), Finish.CANCELLED, None),
+    ],
+)
+def test_no_way_a_rollout_may_end_stops_a_run(tokens, finish, stop):
+    auditor = TrainingAuditor(replace(PARAMS, stop=("x",)), precision="bfloat16", share=1.0)
+    plain = [0] * max(len(tokens) - 1, 0)
+    rollout = replace(make_rollout(tokens=tokens, drafted=plain, accepted=plain, finish=finish), stop=stop)
+    auditor.observe(rollout, torch.zeros(len(tokens), 16))
+    seen = 0.0 if finish in (Finish.CANCELLED, Finish.ERROR) else float(len(tokens))
+    assert auditor.finish_step()["audit/tokens"] == seen
+
+
+def test_a_rollout_continued_under_other_weights_is_left_out_of_the_sample():
+    auditor = TrainingAuditor(PARAMS, precision="bfloat16", share=1.0)
+    spans = (Span(length=1, source=Source.POLICY, version=0), Span(length=2, source=Source.POLICY, version=1))
+    rollout = replace(make_rollout(tokens=(5, 6, EOS), drafted=(0, 0), accepted=(0, 0)), spans=spans, stop=EOS)
+    auditor.observe(rollout, torch.zeros(3, 16))
+    assert auditor.finish_step()["audit/tokens"] == 0.0
+
+
+def test_a_rollout_whose_end_was_cut_off_stops_the_run():
+    auditor = TrainingAuditor(PARAMS, precision="bfloat16", share=1.0)
+    rollout = make_rollout(tokens=(5, 6), drafted=(0,), accepted=(0,), finish=Finish.LENGTH)
+    auditor.observe(rollout, torch.zeros(2, 16))
+    with pytest.raises(AuditError, match="ended by length after 2 tokens, 40 were asked for"):
         auditor.finish_step()
 
 

@@ -184,13 +184,13 @@ def _conclude(
     sample: AuditSample, results: list[TestResult], short: tuple[Shortage, ...], precision: str
 ) -> tuple[Outcome, str]:
     """The answer and its one-line reason."""
-    finer = "audit in float32, or with" if precision == "bfloat16" else "audit with"
     if len(sample.versions) > 1 and not sample.bookkeeping:
         versions = ", ".join(str(version) for version in sorted(sample.versions))
         return Outcome.COULD_NOT_JUDGE, (
             f"the rollouts are of versions {versions}, and the learner holds one of them: say which (version=), and "
             "generate without updates in between"
         )
+    finer = "audit in float32, or with" if precision == "bfloat16" else "audit with"
     failed = sorted((r for r in results if r.outcome is Outcome.FAIL), key=lambda r: -r.load)
     if failed:
         tests = sorted({result.test for result in failed})
@@ -203,7 +203,8 @@ def _conclude(
         return Outcome.FAIL, f"the tokens are not the policy's: {worst}{first}"
     if sample.skipped and not sample.tokens:
         return Outcome.COULD_NOT_JUDGE, (
-            f"none of the {sample.skipped} tokens is of the learner's version: give both the same weights"
+            f"none of the {sample.skipped} tokens was drawn by the learner's version of the weights: give the "
+            "generator the learner's weights first"
         )
     if sample.skipped or sample.unfinished:
         return Outcome.COULD_NOT_JUDGE, (

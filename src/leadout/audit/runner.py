@@ -50,8 +50,8 @@ def run_audit(
     `precision` is what the generator computes in; it decides what is blamed on rounding. `rounded_share` is
     the share of the rollouts that `score` gives a second, rounded pass: floors need a few thousand tokens. `version` is
     that of the weights `score` holds; None when nothing else was ever loaded, and then all rollouts must be of one
-    version. Raises ConfigError on unusable requests, ModelError when the learner's own logits are unusable, AuditError
-    when the generator goes on to return nothing but what it returned before.
+    version. Raises ConfigError on unusable requests, ModelError when the learner's own logits are unusable,
+    AuditError when the generator goes on to return nothing but what it returned before.
     """
     if not requests:
         raise ConfigError("expected at least one request to audit, got none; give prompts")
