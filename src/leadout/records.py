@@ -10,7 +10,7 @@ Axes in names: T tokens of one rollout, R rounds of one rollout, P tokens of one
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -217,6 +217,18 @@ class Trace:
     """q over the draft vocabulary, f32[D, Vd]; None for point-mass drafters."""
     token_ids_V: IntArray | None
     """Policy ids of the draft vocabulary, i32[Vd]; None when it is the whole vocabulary."""
+
+    def take(self, kept_D: npt.NDArray[np.bool_]) -> Trace:
+        """Some of the rows, bool[D]."""
+        return replace(
+            self,
+            round_D=self.round_D[kept_D],
+            position_D=self.position_D[kept_D],
+            draft_D=self.draft_D[kept_D],
+            accepted_D=self.accepted_D[kept_D],
+            draft_prob_D=self.draft_prob_D[kept_D],
+            probs_DV=None if self.probs_DV is None else self.probs_DV[kept_D],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from leadout.records import Finish, Prompt, Request, Rollout, Rounds, Source, Span, Trace
+from leadout.records import Finish, Prompt, Request, Rollout, Rounds, Source, Span
 from tests.audit.fakes import TableGenerator
 
 
@@ -91,20 +91,7 @@ def without_end(rollout: Rollout) -> Rollout:
         rounds=Rounds(drafted=rollout.rounds.drafted[:rounds], accepted=rollout.rounds.accepted[:rounds]),
         finish=Finish.LENGTH,
         stop=None,
-        trace=kept_rows(rollout.trace, rollout.trace.round_D < rounds),
-    )
-
-
-def kept_rows(trace: Trace, kept_D: np.ndarray) -> Trace:
-    """Some rows of a trace."""
-    return replace(
-        trace,
-        round_D=trace.round_D[kept_D],
-        position_D=trace.position_D[kept_D],
-        draft_D=trace.draft_D[kept_D],
-        accepted_D=trace.accepted_D[kept_D],
-        draft_prob_D=trace.draft_prob_D[kept_D],
-        probs_DV=None if trace.probs_DV is None else trace.probs_DV[kept_D],
+        trace=rollout.trace.take(rollout.trace.round_D < rounds),
     )
 
 

@@ -12,7 +12,7 @@ from leadout.audit.verdict import Outcome
 from leadout.errors import AuditError
 from leadout.records import Finish, RolloutId, SamplingParams
 from tests.audit.fakes import EOS, make_requests, make_tables, table_score
-from tests.audit.liars import HalfTraced, Liar, OtherPrompt, Stuck, emptied, kept_rows, of_version, without_end
+from tests.audit.liars import HalfTraced, Liar, OtherPrompt, Stuck, emptied, of_version, without_end
 
 PARAMS = SamplingParams(max_new_tokens=40, stop_token_ids=(EOS,))
 TABLE_SV, DRAFT_SV = make_tables()
@@ -99,7 +99,7 @@ def test_a_generator_that_cannot_always_trace_says_which_share_it_traced():
 
 
 def test_rejected_drafts_left_out_of_the_trace_are_missed():
-    verdict = audit(draws=5, told=lambda r: [replace(r, trace=kept_rows(r.trace, r.trace.accepted_D))])
+    verdict = audit(draws=5, told=lambda r: [replace(r, trace=r.trace.take(r.trace.accepted_D))])
     assert fails_its_record(verdict, "were verified")
 
 

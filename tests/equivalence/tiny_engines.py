@@ -25,13 +25,11 @@ from leadout.models.eagle3_spec import Eagle3Spec
 from leadout.models.kv import KVSlots
 from leadout.models.mtp import MtpSpec, initial_mtp_head
 from leadout.models.spec import DecoderSpec
-from leadout.records import Group, Prompt, Request, Rollout, RolloutId, SamplingParams, Score
+from leadout.records import Prompt, Request, Rollout, RolloutId, SamplingParams
 from leadout.rollout.engine import NativeGenerator
 from leadout.rollout.parts import EngineParts
-from leadout.train.cotrain import DraftTrainer
 from leadout.train.settings import DraftSettings
-from leadout.train.students import HeadStudent
-from tests.train.learner_fakes import make_forward
+from tests.train.learner_fakes import learn_by_heart, make_forward
 
 MAX_LEN = 96
 REDUCED = tuple(range(0, 96, 2))
@@ -61,17 +59,7 @@ def trained_head(
     """A head that has learnt some rollouts nearly by heart, so that its drafts are sometimes accepted."""
     head = eagle3_head(model, reduced=reduced, kind=kind)
     settings = DraftSettings(learning_rate=1e-2, warmup_steps=1, micro_rollouts=16, autocast=False)
-    trainer = DraftTrainer(HeadStudent(head), settings, temperature=1.0, seed=0)
-    score = Score(reward=0.0, parts={}, text="")
-    groups = [Group(prompt=rollout.prompt, rollouts=(rollout,), scores=(score,)) for rollout in rollouts]
-    forward = make_forward(model, max_completions=len(groups))
-    for _ in range(steps):
-        trainer.begin_step(len(groups))
-        for batch in forward.pack(groups, [np.zeros(1)] * len(groups)):
-            with torch.no_grad():
-                output = forward.run(batch, taps=trainer.taps)
-            trainer.observe(batch, output, forward)
-        trainer.finish_step(forward)
+    learn_by_heart(head, make_forward(model, max_completions=len(rollouts)), rollouts, settings, steps)
     return head.requires_grad_(False)
 
 

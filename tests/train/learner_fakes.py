@@ -180,6 +180,22 @@ def make_forward(model, *, temperature: float = 1.0, max_completions: int = 8, c
     )
 
 
+def learn_by_heart(
+    head: DraftHead, forward: PackedForward, rollouts: Sequence[Rollout], settings: DraftSettings, steps: int
+) -> None:
+    """Train a head on the same rollouts again and again."""
+    trainer = DraftTrainer(HeadStudent(head), settings, temperature=1.0, seed=0)
+    score = Score(reward=0.0, parts={}, text="")
+    groups = [Group(prompt=rollout.prompt, rollouts=(rollout,), scores=(score,)) for rollout in rollouts]
+    for _ in range(steps):
+        trainer.begin_step(len(groups))
+        for batch in forward.pack(groups, [np.zeros(1)] * len(groups)):
+            with torch.no_grad():
+                output = forward.run(batch, taps=trainer.taps)
+            trainer.observe(batch, output, forward)
+        trainer.finish_step(forward)
+
+
 def make_learner(
     model,
     *,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -16,11 +15,9 @@ from leadout.models.eagle3 import Eagle3Head, initial_head
 from leadout.models.eagle3_io import write_eagle3, write_speculators
 from leadout.models.eagle3_spec import Eagle3Spec
 from leadout.models.spec import DecoderSpec
-from leadout.records import Group, Rollout, Score
-from leadout.train.cotrain import DraftTrainer
+from leadout.records import Rollout
 from leadout.train.settings import DraftSettings
-from leadout.train.students import HeadStudent
-from tests.train.learner_fakes import make_forward
+from tests.train.learner_fakes import learn_by_heart, make_forward
 
 VOCAB = 97
 """Not a multiple of what vLLM pads a vocabulary to."""
@@ -130,17 +127,7 @@ def teach(
     settings = DraftSettings(
         learning_rate=learning_rate, warmup_steps=1, micro_rollouts=8, passes=passes, measure_tokens=0, autocast=False
     )
-    trainer = DraftTrainer(HeadStudent(head), settings, temperature=1.0, seed=0)
-    score = Score(reward=0.0, parts={}, text="")
-    groups = [Group(prompt=rollout.prompt, rollouts=(rollout,), scores=(score,)) for rollout in rollouts]
-    forward = make_forward(model, chunk_size=512)
-    for _ in range(steps):
-        trainer.begin_step(len(groups))
-        for batch in forward.pack(groups, [np.zeros(1)] * len(groups)):
-            with torch.no_grad():
-                output = forward.run(batch, taps=trainer.taps)
-            trainer.observe(batch, output, forward)
-        trainer.finish_step(forward)
+    learn_by_heart(head, make_forward(model, chunk_size=512), rollouts, settings, steps)
     return head.requires_grad_(False)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from leadout.interfaces import Draft, Drafter, DraftProbs, Generator, Noise, Running
 from leadout.models.sampling import Law
-from leadout.records import Capabilities, Finish, RefitReport, Request, Rollout, RolloutId, Rounds, Trace, WeightUpdate
+from leadout.records import Capabilities, Finish, RefitReport, Request, Rollout, RolloutId, Rounds, WeightUpdate
 
 Ints = npt.NDArray[np.int64]
 
@@ -224,7 +224,7 @@ class LateStop(GeneratorAround):
         rounds = 0 if last == 0 else int(np.searchsorted(after_R, last + 1)) + 1
         length = 1 if rounds == 0 else min(int(after_R[rounds - 1]), rollout.length)
         (span,) = rollout.spans
-        trace = None if rollout.trace is None else _first_rounds(rollout.trace, rounds)
+        trace = None if rollout.trace is None else rollout.trace.take(rollout.trace.round_D < rounds)
         return replace(
             rollout,
             token_ids=rollout.token_ids[:length],
@@ -236,16 +236,3 @@ class LateStop(GeneratorAround):
             stop=int(rollout.token_ids[last]),
             trace=trace,
         )
-
-
-def _first_rounds(trace: Trace, rounds: int) -> Trace:
-    kept_D = trace.round_D < rounds
-    return replace(
-        trace,
-        round_D=trace.round_D[kept_D],
-        position_D=trace.position_D[kept_D],
-        draft_D=trace.draft_D[kept_D],
-        accepted_D=trace.accepted_D[kept_D],
-        draft_prob_D=trace.draft_prob_D[kept_D],
-        probs_DV=None if trace.probs_DV is None else trace.probs_DV[kept_D],
-    )
