@@ -6,16 +6,20 @@ import numpy as np
 import pytest
 
 from leadout.draft_length.controller import FixedLength, GoodputLength, RoundOutcome
-from leadout.draft_length.costs import CostProfile, Curve
+from leadout.draft_length.costs import CostProfile
 
 
 class Machine:
-    """A generator by numbers: seconds of a round by shape, and acceptance with probability `accept` per draft."""
+    """A generator by numbers: seconds of a round by shape, and acceptance with probability `accept` per draft.
+
+    With `wander` > 0 it is now fast, now slow; its own `clock` leaves that out.
+    """
 
     def __init__(self, accept: float, *, step: float = 10.0, per_token: float = 0.1, draft: float = 0.5) -> None:
         self.accept = accept
         self.step, self.per_token, self.draft = step, per_token, draft
-        self.rng = np.random.default_rng(0)
+        self.pace, self.wander = 0.0, 0.0
+        self.rng, self.minutes = np.random.default_rng(0), np.random.default_rng(0)
         self.lengths: list[int] = []
         self.tokens, self.clock = 0, 0.0
 
@@ -24,17 +28,19 @@ class Machine:
         k = choice.num_drafts
         hits = np.minimum.accumulate(self.rng.random((rows, max(k, 1))) < self.accept, axis=1).sum(1) if k else 0
         asks_B = np.arange(rows) < choice.num_rows
+        self.pace += self.wander * self.minutes.normal() - 0.01 * self.pace
+        slower = float(np.exp(self.pace))
         outcome = RoundOutcome(
             num_drafts=k,
             num_asked=choice.num_rows if k else 0,
             drafted_B=np.where(asks_B, k, 0),
             accepted_B=np.where(asks_B, hits, 0),
-            draft_seconds=k * self.draft,
-            verify_seconds=self.step + self.per_token * (rows + k * choice.num_rows),
+            draft_seconds=slower * k * self.draft,
+            verify_seconds=slower * (self.step + self.per_token * (rows + k * choice.num_rows)),
         )
         length.record(outcome)
         self.tokens += rows + int(outcome.accepted_B.sum())
-        self.clock += outcome.draft_seconds + outcome.verify_seconds
+        self.clock += (outcome.draft_seconds + outcome.verify_seconds) / slower
         self.lengths.append(k)
         return k
 
@@ -128,18 +134,18 @@ def test_speculation_goes_off_when_the_drafter_has_become_useless():
 
 
 def test_a_gain_below_seven_percent_does_not_start_drafting():
-    length = GoodputLength(1, CostProfile(Curve({1: 1.0, 2: 1.23}), Curve({1: 1e-6}), frozen=True))
+    length = GoodputLength(1, CostProfile({1: 1.0, 2: 1.23}, {1: 1e-6}, frozen=True))
     length._rounds_off = 0
     gain = length.forecast(1)[1] / length.forecast(1)[0]
     assert 1.04 < gain < 1.04 * 1.03
     assert length.choose(1).num_drafts == 0
-    cheaper = GoodputLength(1, CostProfile(Curve({1: 1.0, 2: 1.18}), Curve({1: 1e-6}), frozen=True))
+    cheaper = GoodputLength(1, CostProfile({1: 1.0, 2: 1.18}, {1: 1e-6}, frozen=True))
     cheaper._rounds_off = 0
     assert cheaper.choose(1).num_drafts == 1
 
 
 def test_catching_up_is_charged_over_the_rounds_that_remain():
-    costs = CostProfile(Curve({1: 1.0, 100: 1.0}), Curve({1: 0.001}), frozen=True)
+    costs = CostProfile({1: 1.0, 100: 1.0}, {1: 0.001}, frozen=True)
     length = GoodputLength(1, costs)
     length._rounds_off = 0
     assert length.choose(1, backlog=100, remaining=1.0).num_drafts == 1
@@ -149,7 +155,7 @@ def test_catching_up_is_charged_over_the_rounds_that_remain():
 
 
 def test_state_survives_json_and_goes_on_with_the_same_choices():
-    costs = CostProfile(Curve({1: 10.0, 64: 16.0}), Curve({1: 0.5}), frozen=True)
+    costs = CostProfile({1: 10.0, 64: 16.0}, {1: 0.5}, frozen=True)
     machine, length = Machine(0.5), GoodputLength(5, costs)
     machine.run(length, 2, 137)
     other = GoodputLength(5, costs)
@@ -158,3 +164,21 @@ def test_state_survives_json_and_goes_on_with_the_same_choices():
     twin.rng.bit_generator.state = machine.rng.bit_generator.state
     assert machine.run(length, 2, 300) == twin.run(other, 2, 300)
     assert other.state_dict() == length.state_dict()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_that_hardly_lose_stay_off_though_the_machine_is_now_fast_now_slow(seed):
+    machine = Machine(0.77, step=4.0, per_token=1.8)
+    assert machine.goodput(16, 1) < 0.96 * machine.goodput(16, 0)
+    machine.minutes, machine.wander = np.random.default_rng(seed), 0.05
+    length = GoodputLength(5)
+    for _ in range(30):
+        machine.run(length, 16, 30)
+        machine.run(length, 5, 10)
+    machine.tokens, machine.clock, seconds = 0, 0.0, 0.0
+    for _ in range(30):
+        for rows, rounds in ((16, 30), (5, 10)):
+            before = machine.tokens
+            machine.run(length, rows, rounds)
+            seconds += (machine.tokens - before) / machine.goodput(rows, 0)
+    assert seconds / machine.clock > 0.98

@@ -191,7 +191,10 @@ class GoodputLength:
         return chosen
 
     def forecast(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> npt.NDArray[np.float64]:
-        """f64[K+1]: tokens per second for k = 0..K at this load, catching up spread over the rounds that remain."""
+        """f64[K+1]: tokens per second for k = 0..K at this load, catching up spread over the rounds that remain.
+
+        The seconds are those of one pace of the machine, not of this minute: ratios of the figures have a meaning.
+        """
         tokens_K, verified_K = self._expected()
         return np.asarray(rows * tokens_K / self._round_seconds(rows, verified_K, tokens_K, backlog, remaining))
 

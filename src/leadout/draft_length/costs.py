@@ -2,16 +2,16 @@
 
 A plain step is timed by its rows, a pass that verifies drafts by the tokens in it (pending tokens and drafts), a draft
 per drafted position by rows. Plain steps of many rows forecast passes with drafts of few that were never tried.
-Measurements of about the same count share a point, which is the median of the latest few: one late round moves nothing.
-Between points the forecast is linear, beyond them it keeps the mean slope.
+Measurements of about the same count share a point, and one late round moves nothing. Between points the forecast is
+linear, beyond them it keeps the mean slope. Seconds are those of one pace of the machine (`leadout.draft_length.pace`),
+so that a plain step and a round with drafts compare though they were measured at different times.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,22 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import isotonic_regression
 
+from leadout.draft_length.pace import Levels
 from leadout.errors import ConfigError
 
-_KEPT = 9
-"""Measurements of a point."""
+_COUNT_GAIN = 0.1
+"""Weight of the newest count in the count that a point stands for."""
+_DRAFT_NOISE = 3.0
+"""Drafts take so little time that their measurements scatter more, by this factor."""
+_LEAST_CATCH_UP = 0.05
+"""Share of a draft with a backlog that counts as catching up at least."""
 _EXACT = 8
 """Counts up to this have points of their own; above, eight points double the count."""
 _APART = 1.5
 """Points must lie this factor apart for their slope to be believed beyond them."""
+
+
+Floats = npt.NDArray[np.float64]
 
 
 def bucket(count: float) -> int:
@@ -35,27 +43,27 @@ def bucket(count: float) -> int:
 
 
 class Curve:
-    """A non-decreasing, piecewise linear function of a count, from measurements or given points."""
+    """A non-decreasing, piecewise linear function of a count, through given points."""
 
-    def __init__(self, points: Mapping[int, float] | None = None) -> None:
-        self._seen: dict[int, deque[tuple[float, float]]] = {}
-        self._fit: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None
-        for count, seconds in (points or {}).items():
-            self.record(count, seconds)
+    def __init__(self, points: Mapping[int, float]) -> None:
+        self._given = dict(sorted(points.items()))
+        self._fit: tuple[Floats, Floats] | None = None
+
+    def record(self, count: int, seconds: float) -> None:
+        """Take one measurement; given points stay as they are."""
+
+    def _buckets(self) -> Collection[int]:
+        """The points that are known."""
+        return {bucket(count) for count in self._given}
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was measured yet."""
-        return not self._seen
-
-    def record(self, count: int, seconds: float) -> None:
-        """Take one measurement."""
-        self._seen.setdefault(bucket(count), deque(maxlen=_KEPT)).append((count, seconds))
-        self._fit = None
+        """Whether nothing is known yet."""
+        return not self._buckets()
 
     def knows(self, count: float) -> bool:
         """Whether about this count was measured."""
-        return bucket(count) in self._seen
+        return bucket(count) in self._buckets()
 
     @property
     def smallest(self) -> float:
@@ -64,7 +72,7 @@ class Curve:
 
     def reaches(self, count: float) -> bool:
         """Whether about this count, or a larger one, was measured."""
-        return bool(self._seen) and bucket(count) <= max(self._seen)
+        return bucket(count) <= max(self._buckets(), default=-1)
 
     def at(self, count: float) -> float:
         """Forecast seconds; needs at least one point. One point alone forecasts proportional growth beyond it."""
@@ -81,19 +89,58 @@ class Curve:
         counts, values = self._fitted()
         return float(np.interp(count, counts, values))
 
-    def points(self) -> dict[int, float]:
-        """The measured points: latest count of each, median seconds."""
-        return {int(seen[-1][0]): float(np.median([s for _, s in seen])) for _, seen in sorted(self._seen.items())}
+    def points(self) -> dict[float, float]:
+        """Seconds by count, as measured."""
+        counts, seconds, _ = self._measured()
+        return dict(zip(counts.tolist(), seconds.tolist(), strict=True))
 
-    def _fitted(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def _measured(self) -> tuple[Floats, Floats, Floats]:
+        """Counts in order, seconds and how much each weighs."""
+        return np.array([*self._given], np.float64), np.array([*self._given.values()]), np.ones(len(self._given))
+
+    def _fitted(self) -> tuple[Floats, Floats]:
         """Counts and the nearest non-decreasing seconds."""
         if self._fit is None:
-            ordered = [np.array(seen) for _, seen in sorted(self._seen.items())]
-            counts = np.array([seen[:, 0].mean() for seen in ordered])
-            medians = np.array([float(np.median(seen[:, 1])) for seen in ordered])
-            fit = isotonic_regression(medians, weights=[float(len(seen)) for seen in ordered])
-            self._fit = counts, np.asarray(fit.x, np.float64)
+            counts, seconds, weights = self._measured()
+            self._fit = counts, np.asarray(isotonic_regression(seconds, weights=weights).x, np.float64)
         return self._fit
+
+
+class MeasuredCurve(Curve):
+    """A curve learnt while running: its seconds are levels of the pace that it shares with other curves."""
+
+    def __init__(
+        self, levels: Levels, kind: str, points: Mapping[int, float] | None = None, noise: float = 1.0
+    ) -> None:
+        """`points`: first measurements; `noise`: of a measurement, as a multiple of the usual one."""
+        super().__init__({})
+        self._levels, self._kind, self._noise = levels, kind, noise
+        self._counts: dict[int, float] = {}
+        self._fitted_version = -1
+        for count, seconds in (points or {}).items():
+            self.record(count, seconds)
+
+    def _buckets(self) -> Collection[int]:
+        return self._counts
+
+    def record(self, count: int, seconds: float) -> None:
+        """Take one measurement; one of no time at all says nothing."""
+        if seconds <= 0.0:
+            return
+        point = bucket(count)
+        before = self._counts.get(point, float(count))
+        self._counts[point] = before + _COUNT_GAIN * (count - before)
+        self._levels.record(self._kind, point, seconds, self._noise)
+
+    def _measured(self) -> tuple[Floats, Floats, Floats]:
+        points = sorted(self._counts)
+        seconds, weights = self._levels.seconds(self._kind, points)
+        return np.array([self._counts[point] for point in points]), seconds, weights
+
+    def _fitted(self) -> tuple[Floats, Floats]:
+        if self._fitted_version != self._levels.version:
+            self._fit, self._fitted_version = None, self._levels.version
+        return super()._fitted()
 
 
 class CostProfile:
@@ -101,20 +148,27 @@ class CostProfile:
 
     def __init__(
         self,
-        forward: Curve | None = None,
-        draft: Curve | None = None,
-        verify: Curve | None = None,
+        forward: Mapping[int, float] | None = None,
+        draft: Mapping[int, float] | None = None,
+        verify: Mapping[int, float] | None = None,
         *,
         frozen: bool = False,
     ) -> None:
-        self.forward = forward or Curve()
-        """Plain steps, by rows; where `verify` is empty, all passes by tokens."""
-        self.verify = verify or Curve()
-        """Passes with drafts, all but the drafting, by tokens."""
-        self.draft = draft or Curve()
-        self.catch_up = Curve()
-        """Running what the drafter has not seen, by tokens."""
+        """`forward`, `draft`, `verify`: seconds by count that are known from the start."""
+        self._levels = Levels()
         self._frozen = frozen
+        self.forward = self._curve("forward", forward)
+        """Plain steps, by rows; where `verify` is empty, all passes by tokens."""
+        self.verify = self._curve("verify", verify)
+        """Passes with drafts, all but the drafting, by tokens."""
+        self.draft = self._curve("draft", draft, _DRAFT_NOISE)
+        self.catch_up = self._curve("catch_up", None, _DRAFT_NOISE)
+        """Running what the drafter has not seen, by tokens."""
+
+    def _curve(self, kind: str, points: Mapping[int, float] | None, noise: float = 1.0) -> Curve:
+        if self._frozen:
+            return Curve(points or {})
+        return MeasuredCurve(self._levels, kind, points, noise)
 
     @classmethod
     def read(cls, path: Path, method: str) -> CostProfile:
@@ -127,9 +181,9 @@ class CostProfile:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
             own = _of_method(raw, method, path)
-            curves = [_curve(raw["forward"]), _curve(own["draft"])]
+            parts = [_points(raw["forward"]), _points(own["draft"])]
             if own.get("verify"):
-                curves.append(_curve(own["verify"]))
+                parts.append(_points(own["verify"]))
         except FileNotFoundError:
             raise ConfigError(f"cost_profile: no file {path}") from None
         except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -137,15 +191,15 @@ class CostProfile:
                 'cost_profile: expected {"forward": {tokens: seconds}, "draft": {rows: seconds}} '
                 f"in {path}: {error}"
             ) from None
-        if any(curve.is_empty for curve in curves):
+        if not all(parts):
             raise ConfigError(f"cost_profile: {path} has no points under forward or draft")
-        for count, seconds in [point for curve in curves for point in curve.points().items()]:
+        for count, seconds in [point for part in parts for point in part.items()]:
             if count < 1 or not 0.0 < seconds < math.inf:
                 raise ConfigError(
                     f"cost_profile: expected positive counts and positive, finite seconds in {path}, "
                     f"got {count}: {seconds}"
                 )
-        return cls(*curves, frozen=True)
+        return cls(*parts, frozen=True)
 
     @property
     def is_frozen(self) -> bool:
@@ -168,12 +222,14 @@ class CostProfile:
         """
         if self._frozen:
             return
+        self._levels.next_round()
         if not num_drafts or not asked:
             self.forward.record(tokens, verify_seconds)
             return
         self.verify.record(tokens, verify_seconds)
         if backlog:
-            self.catch_up.record(backlog, max(0.0, draft_seconds - num_drafts * self._per_draft(asked)))
+            drafting = num_drafts * self._per_draft(asked) * self._levels.pace
+            self.catch_up.record(backlog, max(_LEAST_CATCH_UP * draft_seconds, draft_seconds - drafting))
         else:
             self.draft.record(asked, draft_seconds / num_drafts)
 
@@ -215,8 +271,8 @@ class CostProfile:
         return 0.1 * self.forward.at(rows) if self.draft.is_empty else self.draft.at(rows)
 
 
-def _curve(points: Mapping[str, Any]) -> Curve:
-    return Curve({int(count): float(seconds) for count, seconds in points.items()})
+def _points(points: Mapping[str, Any]) -> dict[int, float]:
+    return {int(count): float(seconds) for count, seconds in points.items()}
 
 
 def _of_method(raw: Mapping[str, Any], method: str, path: Path) -> Mapping[str, Any]:

@@ -1,0 +1,80 @@
+"""What rounds cost apart from how fast the machine is just now; the measurements behind `leadout.draft_length.costs`.
+
+A choice rests on ratios: a round with drafts against a plain step. Both are rarely measured at the same time, and a
+machine that others use too, or whose rows grow longer, is now fast, now slow. Medians of old measurements then compare
+a plain step of a slow minute with drafts of a quick one. Here every measurement is read as
+
+    log seconds = pace + level[kind, size] + noise
+
+with a pace that all sizes share and that wanders, and levels that hardly move, and both are estimated together by a
+Kalman filter (Kalman 1960). Levels that are not measured for a while keep their ratios to those that are. Only ratios
+have a meaning: the pace at which nothing was measured yet counts as 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+_PACE_STEP = 0.05
+"""Standard deviation of the pace from one round to the next, in logarithms. Choices change little from 0.03 to 0.1."""
+_LEVEL_STEP = 0.003
+"""The same of a level: what a size costs may change for good."""
+_NOISE = 0.05
+"""Of one measurement."""
+_FIRST_NOISE = 2.0
+"""Times as much in the first measurement of a size, which may pay for setting up."""
+_FARTHEST = 3.0
+"""A measurement farther from its forecast than so many standard deviations counts as if it were no farther."""
+
+
+class Levels:
+    """Joint estimate of the pace and of the level of every size measured."""
+
+    def __init__(self) -> None:
+        self._index: dict[tuple[str, int], int] = {}
+        # Entry 0 is the pace.
+        self._mean_N = np.zeros(1)
+        self._covariance_NN = np.zeros((1, 1))
+        self.version = 0
+        """Grows with every measurement."""
+
+    def next_round(self) -> None:
+        """Let the pace wander and the levels move a little; once a round."""
+        diagonal_N = np.full(self._mean_N.size, _LEVEL_STEP**2)
+        diagonal_N[0] = _PACE_STEP**2
+        self._covariance_NN[np.diag_indices_from(self._covariance_NN)] += diagonal_N
+
+    @property
+    def pace(self) -> float:
+        """Seconds of now for a second of the levels."""
+        return float(np.exp(self._mean_N[0]))
+
+    def record(self, kind: str, size: int, seconds: float, noise: float = 1.0) -> None:
+        """Take one measurement, > 0 seconds; `noise`: standard deviation as a multiple of the usual one."""
+        value, variance = float(np.log(seconds)), (noise * _NOISE) ** 2
+        self.version += 1
+        place = self._index.get((kind, size))
+        if place is None:
+            self._add((kind, size), value, _FIRST_NOISE**2 * variance)
+            return
+        shared_N = self._covariance_NN[0] + self._covariance_NN[place]
+        total = float(shared_N[0] + shared_N[place]) + variance
+        reach = _FARTHEST * np.sqrt(total)
+        surprise = np.clip(value - self._mean_N[0] - self._mean_N[place], -reach, reach)
+        gain_N = shared_N / total
+        self._mean_N += gain_N * surprise
+        self._covariance_NN -= np.outer(gain_N, shared_N)
+
+    def _add(self, key: tuple[str, int], value: float, variance: float) -> None:
+        """A size measured for the first time: all that is known of its level is this measurement less the pace."""
+        self._index[key] = self._mean_N.size
+        old_NN = self._covariance_NN
+        self._covariance_NN = np.block([[old_NN, -old_NN[:, :1]], [-old_NN[:1], old_NN[:1, :1] + variance]])
+        self._mean_N = np.append(self._mean_N, value - self._mean_N[0])
+
+    def seconds(self, kind: str, sizes: list[int]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """f64[sizes] each: seconds at pace 0, and the weight of each, the inverse of its variance."""
+        places = [self._index[kind, size] for size in sizes]
+        variance_N = self._covariance_NN[places, places]
+        return np.exp(self._mean_N[places]), 1.0 / (variance_N + _NOISE**2)
