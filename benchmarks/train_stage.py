@@ -12,13 +12,13 @@ import argparse
 import statistics
 import time
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
 
 from leadout.build.learner import load_trainable
 from leadout.build.process import prepare_process
-from leadout.logprob.pack_attention import NAME
 from leadout.logprob.policy_forward import ForwardSettings, PackedForward
 from leadout.models.loading import resolve
 from leadout.records import Finish, Group, Prompt, Rollout, RolloutId, Rounds, Score, Source, Span
@@ -38,14 +38,13 @@ def main() -> None:
     model = load_trainable(resolve(options.model), "bfloat16", torch.device("cpu"))
     groups = make_groups(options)
     completions = options.prompts * options.generations
-    sizes = sorted({min(8, completions), completions})
-    contenders = [(f"{label}, packs of {size}", name, size) for size in sizes for label, name in ATTENTION.items()]
+    sizes = sorted({min(8, completions), min(16, completions), completions})
+    contenders = [(f"{attention}, packs of {size}", attention, size) for size in sizes for attention in ATTENTION]
     forward = PackedForward(model, ForwardSettings(temperature=1.0))
     taken: dict[str, list[float]] = {label: [] for label, _, _ in contenders}
     for _ in range(options.turns + 1):
-        for label, name, size in contenders:
-            forward.decoder.set_attn_implementation(name)
-            forward.settings = replace(forward.settings, max_completions=size)
+        for label, attention, size in contenders:
+            forward.settings = replace(forward.settings, max_completions=size, attention=attention)
             taken[label].append(seconds(forward, groups))
     base = statistics.median(taken[contenders[0][0]][1:])
     print("| | s | quartiles | x of the first |\n|---|---|---|---|")
@@ -54,7 +53,7 @@ def main() -> None:
         print(f"| {label} | {middle:.2f} | {low:.2f}..{high:.2f} | {middle / base:.2f} |")
 
 
-ATTENTION = {"mask": "sdpa", "layout": NAME}
+ATTENTION: tuple[Literal["mask", "layout"], ...] = ("mask", "layout")
 
 
 def seconds(forward: PackedForward, groups: list[Group]) -> float:

@@ -8,7 +8,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from leadout.errors import ModelError
-from leadout.logprob.pack_attention import NAME, PackLayout, attend_pack
+from leadout.logprob.pack_attention import NAME, PackLayout, attend_pack, layout_pays
 from leadout.logprob.policy_forward import ForwardSettings, PackedForward, unshared_reason
 from tests.train.learner_fakes import VOCAB, make_forward, make_group, random_groups, tiny_policy
 
@@ -33,7 +33,7 @@ def packed(forward, groups) -> list[torch.Tensor]:
     return [forward.run(batch).logprobs_R for batch in packs]
 
 
-@pytest.mark.parametrize("attention", ["layout", "mask"])
+@pytest.mark.parametrize("attention", ["layout", "mask", "by_size"])
 @pytest.mark.parametrize("max_completions", [1, 2, 3, 7])
 @pytest.mark.parametrize("tied", [True, False])
 def test_packed_log_probabilities_and_gradients_equal_plain_passes(max_completions, tied, attention):
@@ -45,10 +45,8 @@ def test_packed_log_probabilities_and_gradients_equal_plain_passes(max_completio
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
 
-    forward = make_forward(model, temperature=0.8, max_completions=max_completions)
+    forward = make_forward(model, temperature=0.8, max_completions=max_completions, attention=attention)
     assert forward.decoder.config._attn_implementation == NAME
-    if attention == "mask":
-        model.set_attn_implementation("sdpa")
     got = torch.cat(packed(forward, groups))
     (got * weights).sum().backward()
 
@@ -194,6 +192,14 @@ def test_a_model_switched_to_pack_attention_answers_plain_calls_as_before():
     before = model(input_ids=tokens, attention_mask=mask).logits[mask.bool()]
     make_forward(model)
     assert torch.equal(model(input_ids=tokens, attention_mask=mask).logits[mask.bool()], before)
+
+
+@pytest.mark.parametrize(("prompts", "length", "pays"), [(1, 32, False), (4, 32, True), (1, 400, True)])
+def test_packs_are_attended_in_rows_where_their_square_costs_more_than_gathering(prompts, length, pays):
+    groups = [make_group(n, [1] * 64, [[7] * length] * 8, [1.0] * 8) for n in range(prompts)]
+    forward = make_forward(tiny_policy(), max_completions=8 * prompts)
+    (batch,) = forward.pack(groups, [np.zeros(8)] * prompts)
+    assert layout_pays(batch) is pays
 
 
 def test_scores_that_are_capped_do_not_run_on_packs():

@@ -171,13 +171,10 @@ def _eagle3_head(model, reduced: bool, parallel: bool, generator: torch.Generato
     return initial_head(spec, model.state_dict(), generator, token_ids_V=DRAFT_IDS if reduced else None)
 
 
-def make_forward(model, *, temperature: float = 1.0, max_completions: int = 8, chunk_size: int = 7, autocast=False):
-    return PackedForward(
-        model,
-        ForwardSettings(
-            temperature=temperature, max_completions=max_completions, chunk_size=chunk_size, autocast=autocast
-        ),
-    )
+def make_forward(model, **settings):
+    """Attention in rows, which tiny packs would not take by themselves."""
+    defaults = {"temperature": 1.0, "max_completions": 8, "chunk_size": 7, "autocast": False, "attention": "layout"}
+    return PackedForward(model, ForwardSettings(**(defaults | settings)))
 
 
 def learn_by_heart(

@@ -15,7 +15,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from leadout.batch import PolicyOutput, TrainBatch
 from leadout.errors import ModelError
 from leadout.interfaces import Auditor
 from leadout.logprob.pack import block_mask, pack_groups, padded_rows
-from leadout.logprob.pack_attention import NAME, PackLayout, use_pack_attention
+from leadout.logprob.pack_attention import NAME, PackLayout, layout_pays, use_pack_attention
 from leadout.logprob.recompute import token_logprobs
 from leadout.records import FloatArray, Group
 
@@ -46,6 +46,8 @@ class ForwardSettings:
     """Positions whose full-vocabulary logits exist at once."""
     autocast: bool = True
     """Matrix products of the body in bfloat16."""
+    attention: Literal["by_size", "layout", "mask"] = "by_size"
+    """How tokens of a pack are kept apart where the model can do both; equal but for rounding."""
 
 
 class PackedForward:
@@ -144,18 +146,25 @@ class PackedForward:
             return hidden_TH[batch.previous_T[batch.response_R]], taps_TF
 
     def _shared(self, batch: TrainBatch) -> Tensor:
-        pack: dict[str, Any] = {"attention_mask": block_mask(batch)}
-        if self.decoder.config._attn_implementation == NAME:
+        pack: dict[str, Any] = {}
+        if self._in_rows(batch):
             dtype = torch.bfloat16 if torch.is_autocast_enabled(batch.token_ids_T.device.type) else self.dtype
             # The layout says who sees whom; a mask of four axes keeps the model from making one of its own.
             pack = {
                 "attention_mask": batch.token_ids_T.new_empty(1, 1, 0, 0),
                 "pack_layout": PackLayout.of(batch, dtype),
             }
+        else:
+            pack["attention_mask"] = block_mask(batch)
         out: Tensor = self.decoder(
             input_ids=batch.token_ids_T[None], position_ids=batch.position_ids_T[None], use_cache=False, **pack
         ).last_hidden_state
         return out[0]
+
+    def _in_rows(self, batch: TrainBatch) -> bool:
+        if self.decoder.config._attn_implementation != NAME or self.settings.attention == "mask":
+            return False
+        return self.settings.attention == "layout" or layout_pays(batch)
 
     def _unshared(
         self, batch: TrainBatch, taps: tuple[int, ...], captured: dict[int, Tensor]
