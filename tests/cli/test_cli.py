@@ -172,14 +172,14 @@ def test_an_error_of_the_program_itself_is_not_dressed_up(build: FakeBuild, monk
         run()
 
 
-def test_an_error_of_the_program_itself_is_one_line_and_code_1() -> None:
+def test_an_error_of_the_program_itself_is_one_line_and_code_70() -> None:
     code = (
         "import sys; from leadout.cli import main\n"
         "def fail(arguments): raise ZeroDivisionError('by\\nzero')\n"
         "main._invoke = fail; main.run()"
     )
     plain = subprocess.run([sys.executable, "-c", code, "train"], capture_output=True, text=True, check=False)
-    assert plain.returncode == 1
+    assert plain.returncode == 70
     assert plain.stderr == (
         "error: internal error (ZeroDivisionError: by zero); run again with --debug for the traceback\n"
     )
@@ -192,7 +192,7 @@ def test_an_error_of_the_program_itself_is_one_line_and_code_1() -> None:
 def test_an_exit_from_inside_never_looks_like_success(build: FakeBuild, leadout_run: Any, end: object) -> None:
     build.failure = SystemExit(end)
     code, out, err = leadout_run("train", DEMO)
-    assert (code, out) == (1, "")
+    assert (code, out) == (70, "")
     assert err == f"error: something called exit({end!r}) in the middle of the command; see --debug\n"
 
 

@@ -1,7 +1,7 @@
 """Every failure of a command ends here: one line on standard error and an exit code, or a traceback with --debug.
 
-Codes: 2 what the user can change (recipe, data, disk, arguments), 1 a failed audit or an error of the program itself,
-130 Ctrl-C.
+Codes: 2 what the user can change (recipe, data, disk, arguments), 1 a failed audit or gate, 70 an error of the program
+itself (a script must not take a crash for a biased sampler), 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from leadout.errors import LeadoutError
 UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
 """Base of the errors in arguments; typer exports only this subclass of it."""
 
+_INTERNAL = 70
+"""As in sysexits.h."""
+
 
 def run_guarded(command: Callable[[], None], debug: bool) -> int:
     """Run a command; returns the exit code. With `debug`, errors pass through as tracebacks."""
@@ -33,7 +36,7 @@ def run_guarded(command: Callable[[], None], debug: bool) -> int:
         # No command of ours ends this way; a run must not look finished because some library called exit().
         if debug:
             raise
-        return _say(f"error: something called exit({end.code!r}) in the middle of the command; see --debug", 1)
+        return _say(f"error: something called exit({end.code!r}) in the middle of the command; see --debug", _INTERNAL)
     except BrokenPipeError:
         return _quiet_end()
     except UsageProblem as error:
@@ -46,10 +49,11 @@ def run_guarded(command: Callable[[], None], debug: bool) -> int:
 
 
 def show_internal_error(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
-    """A `sys.excepthook` for errors of the program itself: one line; Python then ends with exit code 1."""
+    """A `sys.excepthook` for errors of the program itself: one line, and the exit code of internal errors."""
     message = " ".join(str(error).split())
     described = f"{kind.__name__}: {message:.300}" if message else kind.__name__
-    _say(f"error: internal error ({described}); run again with --debug for the traceback", 1)
+    _say(f"error: internal error ({described}); run again with --debug for the traceback", _INTERNAL)
+    raise SystemExit(_INTERNAL)
 
 
 def _failure(error: Exception) -> str:
