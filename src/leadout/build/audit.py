@@ -51,7 +51,7 @@ from leadout.text import TextCodec
 
 AuditMethod = Literal["noisy_policy", Method, "none"]
 _SLOTS = 64
-_PACK = 8
+_PACK = 16
 _ROUNDED_EVERY = 4
 """Every n-th pack is also run in bf16, to measure what rounding alone does."""
 
