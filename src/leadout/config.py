@@ -119,6 +119,8 @@ Method = Literal[
     "history+mtp",
     "history+small_model",
 ]
+BenchMethod = Literal["none", "ngram", "eagle3", "parallel", "mtp", "noisy_policy", "history", "small_model"]
+"""Drafters that are measured one at a time."""
 
 
 class SpeculativeConfig(Section):

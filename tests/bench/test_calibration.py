@@ -11,7 +11,8 @@ from leadout.bench.set_acceptance import SetAcceptance
 from leadout.bench.workload import Workload
 from leadout.build.bench import BenchOptions
 from leadout.build.bench_calibrate import ROUNDS, calibrate
-from leadout.build.bench_machine import BenchMachine, DrafterChoice, Method
+from leadout.build.bench_machine import BenchMachine, DrafterChoice
+from leadout.config import BenchMethod
 from leadout.draft_length.controller import FixedLength
 from leadout.draft_length.costs import CostProfile
 from leadout.errors import ConfigError
@@ -105,7 +106,7 @@ def test_a_calibrated_machine_is_read_by_the_simulator_and_by_the_choice_of_draf
 def test_several_drafters_share_one_profile_and_its_plain_rounds(tmp_path):
     policy = str(model_folder(tmp_path / "policy", context=128))
     options = BenchOptions(model=policy, batch_sizes=(2,), context=16, dtype="float32", threads=1)
-    drafters: dict[Method, str | None] = {"ngram": None, "small_model": policy, "parallel": None, "mtp": None}
+    drafters: dict[BenchMethod, str | None] = {"ngram": None, "small_model": policy, "parallel": None, "mtp": None}
     profile = calibrate(options, tell=lambda line: None, drafters=drafters, passes=1)
     assert [grid.k for grid in profile.rounds if grid.method == "none"] == [0]
     for method in drafters:

@@ -24,7 +24,7 @@ def test_rows_that_drafted_less_count_only_where_they_drafted():
     for _ in range(10_000):
         stats.record(counts(1, 2, 0), counts(1, 2, 0))
     np.testing.assert_allclose(stats.rates()[:2], [1.0, 1.0], atol=1e-3)
-    assert stats.num_trials == pytest.approx(20_000)
+    assert stats.num_asked == pytest.approx(30_000)
 
 
 def test_expected_tokens_of_a_round_are_one_and_the_chained_acceptances():

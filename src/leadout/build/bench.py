@@ -20,8 +20,8 @@ from leadout.bench.peers.contender import PeerContender, PeerPlan, check_peers, 
 from leadout.bench.results import AUTO, PLAIN, Cell, summarise
 from leadout.bench.set_acceptance import SetAcceptance
 from leadout.bench.workload import LONG_TAIL_ROWS, Workload, long_tail_lengths
-from leadout.build.bench_machine import BenchMachine, DrafterChoice, Method, check_draft
-from leadout.config import LeadoutSpeculation
+from leadout.build.bench_machine import BenchMachine, DrafterChoice, check_draft
+from leadout.config import BenchMethod, LeadoutSpeculation
 from leadout.draft_length.controller import FixedLength, GoodputLength
 from leadout.errors import ConfigError
 from leadout.models.aliases import cache_folder
@@ -44,7 +44,7 @@ class BenchOptions:
     batch_sizes: tuple[int, ...] = (1, 4, 8, 16, 32, 64)
     lengths: tuple[Length, ...] = (0, 1, 3, 5, "auto")
     """k of our contenders; plain is always among them."""
-    method: Method = "eagle3"
+    method: BenchMethod = "eagle3"
     draft: str | None = None
     set_acceptance: float | None = None
     """Keep each draft with this probability, whatever the policy says; None is the exact rule."""

@@ -23,7 +23,8 @@ from leadout.bench.set_acceptance import SetAcceptance
 from leadout.bench.workload import Workload, make_prompt
 from leadout.build.bench import BenchOptions, describe
 from leadout.build.bench_learner import learner_times
-from leadout.build.bench_machine import BenchMachine, DrafterChoice, Method, check_draft
+from leadout.build.bench_machine import BenchMachine, DrafterChoice, check_draft
+from leadout.config import BenchMethod
 from leadout.draft_length.controller import FixedLength
 from leadout.errors import ConfigError
 from leadout.models.loading import read_config, resolve
@@ -45,9 +46,9 @@ _PROBE_RUNS = 3
 _PART_REPEATS = 7
 _AT_ONCE = 3
 """Positions that a parallel head is timed at."""
-_PLAIN: Method = "none"
+_PLAIN: BenchMethod = "none"
 
-Times = dict[Method, dict[Shape, RoundTimes]]
+Times = dict[BenchMethod, dict[Shape, RoundTimes]]
 """By drafter; plain rounds under none."""
 
 
@@ -67,7 +68,7 @@ class Probe:
 
 
 def calibrate(
-    options: BenchOptions, *, tell: Tell, drafters: Mapping[Method, str | None] | None = None, passes: int = PASSES
+    options: BenchOptions, *, tell: Tell, drafters: Mapping[BenchMethod, str | None] | None = None, passes: int = PASSES
 ) -> Profile:
     """Measure, with rows as in `batch_sizes` and prompts of `context` and of 320 tokens, less in a short context.
 

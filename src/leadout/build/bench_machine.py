@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
@@ -16,7 +16,7 @@ from leadout.bench.workload import cut_prompts, make_prompt
 from leadout.build.drafter import load_head, make_drafter, new_head
 from leadout.build.generator import DTYPES, make_decoder
 from leadout.build.process import prepare_process
-from leadout.config import Draft, HeadMethod, SpeculativeConfig
+from leadout.config import BenchMethod, Draft, HeadMethod, SpeculativeConfig
 from leadout.data.prompts import PromptFormat
 from leadout.data.prompts import make_prompt as render_prompt
 from leadout.data.rows import Row
@@ -36,7 +36,6 @@ from leadout.rollout.engine import NativeGenerator
 from leadout.rollout.parts import EngineParts
 from leadout.text import TextCodec
 
-Method = Literal["none", "ngram", "eagle3", "parallel", "mtp", "noisy_policy", "history", "small_model"]
 _HEADS: tuple[HeadMethod, ...] = get_args(HeadMethod)
 DRAFT_VOCABULARY = 8192
 """Of an untrained head, where the policy's is larger."""
@@ -46,7 +45,7 @@ DRAFT_VOCABULARY = 8192
 class DrafterChoice:
     """A drafter of the bench."""
 
-    method: Method
+    method: BenchMethod
     draft: str | None = None
     """Folder of a head (eagle3; None: an untrained one), or of a small model."""
     rule: AcceptRule = verify
@@ -152,7 +151,7 @@ class BenchMachine:
         return make_drafter(speculation, self.decoder, head, self.codec, num_slots=rows)
 
 
-def check_draft(method: Method, draft: str | None) -> None:
+def check_draft(method: BenchMethod, draft: str | None) -> None:
     """Before anything is loaded: raises ConfigError or ModelError when method and folder do not go together."""
     if method == "small_model" and draft is None:
         raise ConfigError("--method small_model needs --draft, the folder of a model with the policy's tokenizer")

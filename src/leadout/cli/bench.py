@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import typer
 
 from leadout.cli.options import check_target
+from leadout.config import BenchMethod
 from leadout.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
     from leadout.build.bench import BenchOptions, Length
 
-_Method = Literal["none", "ngram", "eagle3", "parallel", "mtp", "noisy_policy", "history", "small_model"]
 _MOST_ROWS = 1024
 _MOST_DRAFTS = 16
 
@@ -27,7 +27,7 @@ _Drafter = Annotated[
     str,
     typer.Option(
         metavar="METHOD",
-        help=f"{', '.join(get_args(_Method))}; a head without --draft is untrained. Several with --calibrate: M,M.",
+        help=f"{', '.join(get_args(BenchMethod))}; a head without --draft is untrained. Several with --calibrate: M,M.",
     ),
 ]
 _Draft = Annotated[
@@ -131,13 +131,13 @@ def _section_names(text: str | None) -> tuple[str, ...]:
     return names
 
 
-def _drafters(methods: str, drafts: str | None) -> dict[_Method, str | None]:
+def _drafters(methods: str, drafts: str | None) -> dict[BenchMethod, str | None]:
     """Methods with their folders; a folder without a method belongs to the only one."""
-    found: dict[_Method, str | None] = {}
+    found: dict[BenchMethod, str | None] = {}
     for name in methods.split(","):
-        kind = next((known for known in get_args(_Method) if known == name), None)
+        kind = next((known for known in get_args(BenchMethod) if known == name), None)
         if kind is None:
-            raise ConfigError(f"--method: expected one of {', '.join(get_args(_Method))}, got {name!r}")
+            raise ConfigError(f"--method: expected one of {', '.join(get_args(BenchMethod))}, got {name!r}")
         found[kind] = None
     if drafts is None:
         return found
@@ -209,7 +209,7 @@ def _run(options: BenchOptions, json: Path | None) -> None:
         write_json(json, report.to_json())
 
 
-def _calibrate(options: BenchOptions, drafters: dict[_Method, str | None], path: Path) -> None:
+def _calibrate(options: BenchOptions, drafters: dict[BenchMethod, str | None], path: Path) -> None:
     from leadout.build.bench_calibrate import calibrate as measure
     from leadout.pipeline.folder import write_text
 

@@ -31,11 +31,6 @@ class AcceptanceStats:
         self._made_K = np.zeros(max_length)
 
     @property
-    def num_trials(self) -> float:
-        """Discounted number of row-rounds seen with at least one draft."""
-        return float(self._trials_K[0])
-
-    @property
     def num_asked(self) -> float:
         """Discounted number of row-rounds in which the drafter was asked."""
         return self._asked
