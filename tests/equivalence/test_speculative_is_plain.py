@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from leadout.draft_length.controller import GoodputLength
-from leadout.draft_length.costs import CostProfile, Curve
+from leadout.draft_length.costs import CostProfile
 from leadout.drafters.head_drafter import HeadDrafter
 from leadout.errors import ModelError
 from leadout.interfaces import Drafter
@@ -131,7 +131,7 @@ def test_a_repetition_penalty_acts_alike_with_and_without_drafts(fused, head, na
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_draft_length_chosen_every_round_from_a_frozen_profile_keeps_greedy_tokens(fused, head, name):
     requests = ragged_requests(4, 4, temperature=0.0, max_new_tokens=60)
-    costs = CostProfile(Curve({1: 1.0, 64: 1.5}), Curve({1: 0.001, 16: 0.002}), frozen=True)
+    costs = CostProfile({1: 1.0, 64: 1.5}, {1: 0.001, 16: 0.002}, frozen=True)
     controller = GoodputLength(5, costs)
     speculative = generate(engine(fused, make_drafter(name, head, fused), controller), requests)
     assert tokens_of(speculative) == tokens_of(generate(engine(fused), requests))
@@ -141,7 +141,7 @@ def test_a_draft_length_chosen_every_round_from_a_frozen_profile_keeps_greedy_to
 
 def test_a_frozen_profile_gives_the_same_sampled_tokens_every_time(fused, head):
     requests = ragged_requests(4, 4, seed=2)
-    costs = CostProfile(Curve({1: 1.0, 64: 1.5}), Curve({1: 0.001, 16: 0.002}), frozen=True)
+    costs = CostProfile({1: 1.0, 64: 1.5}, {1: 0.001, 16: 0.002}, frozen=True)
     first, second = (
         tokens_of(generate(engine(fused, eagle3_drafter(head, fused, 16), GoodputLength(5, costs)), requests))
         for _ in range(2)

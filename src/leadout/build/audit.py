@@ -78,6 +78,7 @@ def audit(options: AuditOptions, *, progress: Progress | None = None) -> Verdict
     """Generate, teacher-force, test."""
     prepare_process(0)
     path = resolve(options.model)
+    _check_drafter(options)
     spec = DecoderSpec.from_config(read_config(path))
     codec = TextCodec.from_pretrained(path)
     params = replace(options.params, stop_token_ids=codec.eos_token_ids)
@@ -162,21 +163,24 @@ def _drafter(
         return NoisyPolicyDrafter(
             decoder, new_kv(), vocab_size=decoder.spec.vocab_size, hidden_size=decoder.spec.hidden_size
         )
-    drafts_itself = options.method in ("ngram", "history")
-    path = resolve(options.model)
-    brings_head = options.method.endswith("mtp") and has_mtp(path)
-    if options.draft is None and not drafts_itself and not brings_head:
-        raise ConfigError(
-            f"--method {options.method} needs --draft, the folder of a draft head or small model; "
-            "runs leave a head in RUN/draft_start"
-        )
     speculation = SpeculativeConfig(
         method=options.method, model=options.draft, num_speculative_tokens=options.num_drafts
     )
     head = None
     if speculation.draft_head is not None:
-        head = load_head(options.draft or path, weights, speculation.draft_head)
+        head = load_head(options.draft or resolve(options.model), weights, speculation.draft_head)
     return make_drafter(speculation, decoder, head, codec, num_slots=_SLOTS)
+
+
+def _check_drafter(options: AuditOptions) -> None:
+    """Before anything is loaded."""
+    drafts_itself = options.method in ("none", "noisy_policy", "ngram", "history")
+    brings_head = options.method.endswith("mtp") and has_mtp(resolve(options.model))
+    if options.draft is None and not drafts_itself and not brings_head:
+        raise ConfigError(
+            f"--method {options.method} needs --draft, the folder of a draft head or small model; "
+            "runs leave a head in RUN/draft_start"
+        )
 
 
 def _refuse_update(update: WeightUpdate) -> RefitReport:
