@@ -194,7 +194,7 @@ class RolloutSection(Section):
     top_p: Share = 1.0
     top_k: Annotated[int, Field(ge=-1)] = 0
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     max_model_len: Positive | None = None
     """Prompt plus completion tokens; null takes what the run needs, at most the model's own."""

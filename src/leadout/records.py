@@ -126,7 +126,10 @@ class SamplingParams:
             (0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}"),
             (self.top_k >= -1, f"top_k must be >= -1 (0 or -1 is off), got {self.top_k}"),
             (0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}"),
-            (self.repetition_penalty > 0.0, f"repetition_penalty must be > 0, got {self.repetition_penalty}"),
+            (
+                0.01 <= self.repetition_penalty <= 100.0,
+                f"repetition_penalty must be between 0.01 and 100, got {self.repetition_penalty}",
+            ),
             (self.max_new_tokens >= 1, f"max_new_tokens must be >= 1, got {self.max_new_tokens}"),
             (all(self.stop), "stop strings must not be empty"),
         )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from leadout.records import Finish, Prompt, Request, Rollout, Rounds, Source, Span
-from tests.audit.fakes import TableGenerator
+from leadout.records import Finish, Prompt, Request, Rollout, Rounds, SamplingParams, Source, Span
+from tests.audit.fakes import EOS, TableGenerator
 
 
 def honest(rollout: Rollout) -> list[Rollout]:
@@ -98,3 +98,19 @@ def without_end(rollout: Rollout) -> Rollout:
 def of_version(rollout: Rollout, version: int) -> Rollout:
     """Stamped with another version."""
     return replace(rollout, spans=(Span(length=rollout.length, source=Source.POLICY, version=version),))
+
+
+@dataclass
+class RareEnds(TableGenerator):
+    """Ends half as often as the policy does, and draws all else as it does."""
+
+    def _law(self, previous: int, params: SamplingParams, temperature: float | None) -> np.ndarray:
+        law_V = super()._law(previous, params, temperature).copy()
+        law_V[EOS] *= 0.5
+        return law_V / law_V.sum()
+
+
+def undrafted(rollout: Rollout) -> Rollout:
+    """The same tokens, said to come from plain steps."""
+    none = np.zeros(rollout.length - 1, np.int16)
+    return replace(rollout, rounds=Rounds(drafted=none, accepted=none), trace=None)

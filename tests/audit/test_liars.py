@@ -12,7 +12,17 @@ from leadout.audit.verdict import Outcome
 from leadout.errors import AuditError
 from leadout.records import Finish, RolloutId, SamplingParams
 from tests.audit.fakes import EOS, make_requests, make_tables, table_score
-from tests.audit.liars import HalfTraced, Liar, OtherPrompt, Stuck, emptied, of_version, without_end
+from tests.audit.liars import (
+    HalfTraced,
+    Liar,
+    OtherPrompt,
+    RareEnds,
+    Stuck,
+    emptied,
+    of_version,
+    undrafted,
+    without_end,
+)
 
 PARAMS = SamplingParams(max_new_tokens=40, stop_token_ids=(EOS,))
 TABLE_SV, DRAFT_SV = make_tables()
@@ -28,6 +38,37 @@ def audit(kind=Liar, draws=30, version=None, **fields):
         version=version,
         demands=Demands(tokens=1000, class_tokens=100),
     )
+
+
+def test_ends_that_come_half_as_often_are_found_by_counting_them():
+    table_SV = TABLE_SV.copy()
+    table_SV[:, EOS] -= 1.0
+    verdict = run_audit(
+        RareEnds(table_SV, DRAFT_SV),
+        table_score(table_SV),
+        make_requests(250, 4, PARAMS),
+        name="rare ends",
+        precision="float64",
+        demands=Demands(tokens=1000, class_tokens=100),
+    )
+    assert verdict.outcome is Outcome.FAIL
+    assert [r.name for r in verdict.failures if r.test == "T1"] == ["rollouts end as often as the policy says"]
+    (ends,) = [kind for kind in verdict.detectable if kind.kind == "ends too rare or too frequent"]
+    (result,) = [r for r in verdict.failures if r.test == "T1"]
+    assert result.effect.high < 0.0 < ends.smallest < 0.003
+
+
+def test_a_drafter_that_never_drafts_is_no_test_of_speculation():
+    verdict = run_audit(
+        Liar(TABLE_SV, DRAFT_SV, traced=False, told=lambda r: [undrafted(r)]),
+        table_score(TABLE_SV),
+        make_requests(120, 4, replace(PARAMS, trace=False)),
+        name="lazy",
+        precision="float64",
+        demands=Demands(tokens=1000, class_tokens=100, drafts=True),
+    )
+    assert verdict.outcome is Outcome.COULD_NOT_JUDGE
+    assert verdict.reason.startswith("the drafter drafted nothing")
 
 
 def fails_its_record(verdict, reason):

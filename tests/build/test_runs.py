@@ -260,6 +260,15 @@ def test_a_resumed_run_keeps_its_settings_but_may_go_on_longer(tmp_path, model):
     assert load_recipe(folder / "config.yaml").pipeline.max_steps == 3
 
 
+def test_a_resumed_run_may_drop_its_audit_and_take_it_up_again(tmp_path, model):
+    path = recipe(tmp_path, model, pipeline__max_steps=1, audit={"every": 1, "tokens": 64})
+    folder, _ = train(path)
+    train(path, "pipeline.max_steps=2", "audit.every=0", resume=folder)
+    train(path, "pipeline.max_steps=3", "audit.every=1", resume=folder)
+    rows = list(read_rows(folder / "metrics.jsonl"))
+    assert ["audit/log_e" in row for row in rows] == [True, False, True]
+
+
 def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path, model):
     path = recipe(tmp_path, model, reward=[{"function": "tests.build.rewards:wrong_length"}])
     with pytest.raises(LeadoutError):

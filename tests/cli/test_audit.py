@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
@@ -161,3 +162,5 @@ def test_a_verdict_that_could_not_be_written_is_refused_before_the_audit(refused
     err = refused("--model", model, "--json", str(tmp_path / "gone" / "verdict.json"))
     assert "--json: expected a file in a folder that exists" in err
     assert list(tmp_path.iterdir()) == []
+    os.mkfifo(tmp_path / "pipe")
+    assert "is a device or a pipe" in refused("--model", model, "--json", str(tmp_path / "pipe"))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import numpy as np
 import pytest
@@ -422,6 +423,16 @@ def test_the_auditor_sees_the_selected_rollouts_of_the_present_version_once(reco
     metrics = learner.step(groups, learner.logprobs(groups)).metrics
     assert watcher.seen == [((0, 0), (2, 50)), ((0, 2), (3, 50))]
     assert metrics["audit/tokens"] == 5
+    assert metrics["audit/skipped"] == 1.0
+
+
+def test_a_sample_that_cannot_be_judged_is_said_once(caplog):
+    learner = make_learner(tiny_policy(), auditor=Watcher())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            group = make_group(1, [2], [[5, 5], [6]], [1.0, 0.0], version=7)
+            learner.step([group], learner.logprobs([group]))
+    assert [record.message.count("1 rollouts of the sample") for record in caplog.records] == [1]
 
 
 def test_a_failed_audit_stops_before_the_policy_changes():

@@ -37,6 +37,8 @@ class Demands:
     """Tokens of every class that holds at least `class_share` of them."""
     class_share: float = 0.02
     """Classes below this share are tested, but not demanded."""
+    drafts: bool = False
+    """At least one verified draft: a drafter was named."""
     temperature_error: float = 0.1
     """Smallest detectable relative temperature error must be at most this: sharp policies need more tokens."""
 
@@ -143,6 +145,9 @@ def judge(sample: AuditSample, generator: str, precision: str, demands: Demands)
     results = judge_findings(all_findings(sample), sample.tolerances, sample.tilt_drift)
     short = shortages(sample, demands)
     outcome, reason = _conclude(sample, results, short, precision)
+    if outcome is Outcome.PASS and demands.drafts and not sample.verified:
+        outcome = Outcome.COULD_NOT_JUDGE
+        reason = "the drafter drafted nothing, so speculation was not tested: give prompts that it drafts for"
     params = sample.params
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     return Verdict(

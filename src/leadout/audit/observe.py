@@ -26,8 +26,10 @@ from leadout.audit.measure import (
     measure_drafts,
     measure_floor,
     measure_tokens,
+    support_range,
 )
 from leadout.audit.sample import AuditSample, Labels
+from leadout.audit.sums import CountSums
 from leadout.audit.t7_pairs import Path
 from leadout.errors import ModelError
 from leadout.records import Finish, Rollout, Source, Trace
@@ -98,6 +100,7 @@ def add_rollout(sample: AuditSample, rollout: Rollout, scores: Scores, *, seed: 
     for start in range(0, rollout.length, rows):
         chunk = _Chunk.of(sample, rollout, scores, start, min(start + rows, rollout.length))
         parts.append(chunk.tokens(rng))
+        chunk.add_ends(sample)
         chunk.add_logprobs(sample, parts[-1])
         chunk.add_drafts(sample, class_T, rng, floor_every)
         chunk.add_floor(sample, floor_every)
@@ -173,6 +176,16 @@ class _Chunk:
 
     def tokens(self, rng: np.random.Generator) -> TokenColumns:
         return measure_tokens(self.law, self.token_N, torch.from_numpy(rng.random(self.token_N.shape[0])))
+
+    def add_ends(self, sample: AuditSample) -> None:
+        """T1: whether a stop token came, against the chance that one comes."""
+        vocab_size = self.law.log_full_NV.shape[-1]
+        stops = [token for token in sample.params.stop_token_ids if token < vocab_size]
+        if not stops:
+            return
+        ranges = [support_range(self.law, torch.full_like(self.token_N, token)) for token in stops]
+        low_N, high_N = (sum(side).clamp(max=1.0).numpy() for side in zip(*ranges, strict=True))
+        sample.ends.add(CountSums.of(torch.isin(self.token_N, torch.tensor(stops)).numpy(), low_N, high_N))
 
     def add_logprobs(self, sample: AuditSample, columns: TokenColumns) -> None:
         """T6: the sampled law is known up to the mass of its support; the error is the distance to that interval."""

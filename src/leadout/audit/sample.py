@@ -51,6 +51,8 @@ class AuditSample:
         self.rejections = LagSums()
         self.siblings = SiblingSums()
         self.pairs = PairSums()
+        self.ends = CountSums()
+        """Stop tokens against their chances."""
         self.rollouts = 0
         self.tokens = 0
         self.used = 0

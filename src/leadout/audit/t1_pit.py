@@ -1,7 +1,8 @@
 """T1: the randomised probability integral transform of every token, per class and pooled.
 
 With tokens ordered by falling probability (ties by id), U = sum of p over tokens before x, plus V p(x) with V uniform,
-is uniform and independent from token to token when x was drawn from p. Only sums are needed, no sort.
+is uniform and independent from token to token when x was drawn from p. Only sums are needed, no sort. A rare token
+hardly moves such a distance, and one matters more than its chance says: the end. Stop tokens are counted apart.
 
 Axes: N positions, V vocabulary.
 """
@@ -14,6 +15,7 @@ import torch
 
 from leadout.audit.classes import class_name
 from leadout.audit.findings import Effect, Finding, ks_finding
+from leadout.audit.t2_ratio import count_finding
 from leadout.audit.tails import Z_999
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def id_uniform(weight_NV: torch.Tensor, token_N: torch.Tensor, v_N: torch.Tensor
 
 
 def findings(sample: AuditSample) -> list[Finding]:
-    """One Kolmogorov-Smirnov test per class and one over all tokens, plus the mean of U as effect."""
+    """One Kolmogorov-Smirnov test per class and one over all tokens, plus the mean of U as effect; a count of ends."""
     floor = sample.floor.pit.distance
     found = [
         ks_finding("T1", "tokens follow the policy", class_name(code), uniform_N, sample.class_information(code), floor)
@@ -53,6 +55,11 @@ def findings(sample: AuditSample) -> list[Finding]:
     ]
     pooled_N = sample.pooled_uniforms()
     found.append(ks_finding("T1", "tokens follow the policy", "all", pooled_N, sample.information, floor))
+    # Without the rollouts that did not finish, which are mostly long ones, ends look too frequent.
+    if sample.ends.n and not (sample.unfinished or sample.skipped):
+        name, unit = "rollouts end as often as the policy says", "ends per token - expected"
+        shift, rho = sample.floor.accept_shift, sample.count_rho
+        found.append(count_finding("T1", name, "all", sample.ends, shift, rho, unit))
     return found
 
 

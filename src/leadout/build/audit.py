@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from leadout.audit.faults import Fault
+from leadout.audit.judge import Demands
 from leadout.audit.observe import Scores
 from leadout.audit.plan import DEFAULT_PROMPTS, audit_requests
 from leadout.audit.runner import Progress, run_audit
@@ -112,6 +113,7 @@ def audit(options: AuditOptions, *, progress: Progress | None = None) -> Verdict
         else f"native engine, {name}, no drafter, seed {params.seed}",
         precision=options.dtype,
         version=0,
+        demands=Demands(drafts=options.method != "none"),
         seed=params.seed,
         rounded_share=1.0 / _ROUNDED_EVERY,
         progress=progress,

@@ -9,7 +9,7 @@ from leadout.errors import CheckpointError
 from leadout.pipeline.folder import RunFolder, write_text
 from leadout.recipe import dump, load_recipe
 
-_FREE = ("name", "output_dir", "pipeline.max_steps", "checkpoint.", "log.", "eval.", "threads", "device")
+_FREE = ("name", "output_dir", "pipeline.max_steps", "checkpoint.", "log.", "eval.", "audit.", "threads", "device")
 """Keys, and sections with a final dot, that may differ."""
 
 

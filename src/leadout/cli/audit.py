@@ -36,7 +36,7 @@ def audit(
     k: Annotated[int, typer.Option("--k", min=1, max=16, help="Tokens drafted per round.")] = 3,
     tokens: Annotated[int, typer.Option(min=100, max=10_000_000, help="About how many tokens to draw.")] = 20_000,
     dtype: Annotated[Literal["bfloat16", "float32", "float64"], typer.Option(help="Of the generator.")] = "bfloat16",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sample.")] = 0,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="One prompt a line, in place of the built-in ones.")
     ] = None,
@@ -137,7 +137,8 @@ def _run(options: AuditOptions, json: Path | None) -> int:
         verdict = run_audit(
             options, progress=lambda done, total, tokens: bar.update(task, completed=done, total=total, tokens=tokens)
         )
-    console.print(render(verdict))
+    # First the file: whoever reads the table may stop in the middle of it.
     if json is not None:
         write_text(json, verdict.to_json() + "\n")
+    console.print(render(verdict))
     return verdict.exit_code

@@ -1,7 +1,7 @@
 """Every failure of a command ends here: one line on standard error and an exit code, or a traceback with --debug.
 
 Codes: 2 what the user can change (recipe, data, disk, arguments), 1 a failed audit or gate, 70 an error of the program
-itself (a script must not take a crash for a biased sampler), 130 Ctrl-C.
+itself (a script must not take a crash for a biased sampler), 130 Ctrl-C, 141 a reader that went away.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
 
 _INTERNAL = 70
 """As in sysexits.h."""
+_BROKEN_PIPE = 141
+"""What shells report of a program that SIGPIPE ended."""
 
 
 def run_guarded(command: Callable[[], None], debug: bool) -> int:
@@ -79,4 +81,4 @@ def _say(message: str, code: int) -> int:
 def _quiet_end() -> int:
     """The reader of our output went away (``leadout … | head``); Python must not complain of it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1
+    return _BROKEN_PIPE

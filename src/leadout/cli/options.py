@@ -25,5 +25,7 @@ def check_target(path: Path | None, option: str) -> None:
     if path.is_dir() or not path.parent.is_dir():
         problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is not there"
         raise ConfigError(f"{option}: expected a file in a folder that exists, {path} {problem}; name another file")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{option}: expected a regular file, {path} is a device or a pipe; name another file")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{option}: expected a folder to write in, {path.parent} is read-only; name another file")

@@ -83,9 +83,11 @@ class Law:
     block_sums_XC: torch.Tensor
     """Sums over blocks of the vocabulary, the coarse level of the inverse CDF."""
     total_X: torch.Tensor
+    log_weights_XV: torch.Tensor | None = None
+    """Logarithms of the weights, where tokens are asked for that are too improbable for a float32 weight."""
 
     @classmethod
-    def from_weights(cls, weights_XV: torch.Tensor) -> Law:
+    def from_weights(cls, weights_XV: torch.Tensor, log_weights_XV: torch.Tensor | None = None) -> Law:
         """Wrap non-negative weights; every row must have a positive sum."""
         vocab_size = weights_XV.shape[-1]
         block = min(_BLOCK, vocab_size)
@@ -93,7 +95,7 @@ class Law:
         if blocks * block != vocab_size:
             weights_XV = torch.nn.functional.pad(weights_XV, (0, blocks * block - vocab_size))
         block_sums_XC = weights_XV.reshape(-1, blocks, block).sum(-1)
-        return cls(weights_XV, block_sums_XC, block_sums_XC.double().sum(-1))
+        return cls(weights_XV, block_sums_XC, block_sums_XC.double().sum(-1), log_weights_XV)
 
     @classmethod
     def from_logits(cls, logits_XV: torch.Tensor, params: ParamsBatch, times: int = 1) -> Law:
@@ -110,11 +112,19 @@ class Law:
 
     def logprob(self, ids_X: torch.Tensor) -> torch.Tensor:
         """f64[X]: log-probability of one token per law."""
-        return self.prob(ids_X).log()
+        if self.log_weights_XV is None:
+            return self.prob(ids_X).log()
+        return self.log_weights_XV.gather(-1, ids_X[:, None]).squeeze(-1).double() - self.total_X.log()
 
     def rows(self, index_R: torch.Tensor) -> Law:
         """The laws of some positions."""
-        return Law(self.weights_XV[index_R], self.block_sums_XC[index_R], self.total_X[index_R])
+        logs = self.log_weights_XV
+        return Law(
+            self.weights_XV[index_R],
+            self.block_sums_XC[index_R],
+            self.total_X[index_R],
+            None if logs is None else logs[index_R],
+        )
 
     def probs(self, vocab_size: int) -> torch.Tensor:
         """[X, V] normalised probabilities in the weights' dtype."""
@@ -160,14 +170,20 @@ def tempered_weights(logits_XV: torch.Tensor, params: ParamsBatch) -> torch.Tens
     """
     greedy_X = params.temperature_X == 0.0
     best_X = logits_XV.argmax(-1) if params.any_greedy else None
-    logits_XV = logits_XV.sub_(logits_XV.amax(-1, keepdim=True))
-    if params.any_tempered:
-        logits_XV = logits_XV.div_(params.temperature_X.masked_fill(greedy_X, 1.0)[:, None].to(logits_XV.dtype))
-    weights_XV = logits_XV.exp_()
+    weights_XV = tempered_scores(logits_XV, params).exp_()
     if best_X is not None:
         one_hot_XV = torch.zeros_like(weights_XV).scatter_(-1, best_X[:, None], 1.0)
         weights_XV = torch.where(greedy_X[:, None], one_hot_XV, weights_XV)
     return weights_XV
+
+
+def tempered_scores(logits_XV: torch.Tensor, params: ParamsBatch) -> torch.Tensor:
+    """(logit - max) / temperature, untempered where greedy; may write into `logits_XV`."""
+    logits_XV = logits_XV.sub_(logits_XV.amax(-1, keepdim=True))
+    if params.any_tempered:
+        greedy_X = params.temperature_X == 0.0
+        logits_XV = logits_XV.div_(params.temperature_X.masked_fill(greedy_X, 1.0)[:, None].to(logits_XV.dtype))
+    return logits_XV
 
 
 def filter_weights(weights_XV: torch.Tensor, params: ParamsBatch) -> torch.Tensor:

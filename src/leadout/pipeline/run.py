@@ -26,6 +26,9 @@ from leadout.pipeline.rollout_lines import rollout_lines
 from leadout.pipeline.synchronous import FinishedStep, SynchronousPipeline
 from leadout.records import StepReport
 
+_OPTIONAL = {"auditor"}
+"""Parts that a resumed run may gain or lose."""
+
 
 class Run:
     """Runs a pipeline in a run folder, from its newest checkpoint or from the beginning.
@@ -169,7 +172,7 @@ class Run:
                     f"{self.folder.path}: expected the seed of its checkpoint, {state.seed}, got "
                     f"{self.pipeline.params.seed}; a run keeps its seed"
                 )
-            if state.parts.keys() != self._stateful.keys():
+            if state.parts.keys() - _OPTIONAL != self._stateful.keys() - _OPTIONAL:
                 raise CheckpointError(
                     f"{self.folder.path}: expected a checkpoint with the state of {sorted(self._stateful)}, got "
                     f"{sorted(state.parts)}; resume with the recipe the run was started with"
@@ -179,8 +182,8 @@ class Run:
         if state is not None and state.step < self.max_steps:
             self._checkpoints.load_learner(state, self._learner)
             self.pipeline.draws.next_draw = state.next_draw
-            for name, part in self._stateful.items():
-                part.load_state_dict(state.parts[name])
+            for name in self._stateful.keys() & state.parts.keys():
+                self._stateful[name].load_state_dict(state.parts[name])
             self.progress.message(f"resuming {self.folder.path} after step {state.step}")
         self._saved_step = 0 if state is None else state.step
         return state

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from leadout.models.sampling import Law, ParamsBatch, filter_weights, penalise, tempered_weights
+from leadout.models.sampling import Law, ParamsBatch, filter_weights, penalise, tempered_scores, tempered_weights
 from leadout.records import SamplingParams
 
 
@@ -70,7 +70,9 @@ class Sampler:
             logits_XV = self._penalised(logits_XV, positions, slots, tokens_BN)
         weights_XV = tempered_weights(logits_XV, positions)
         if special:
-            policy = Law.from_weights(tempered_weights(plain_XV, _ungreedy(positions)))
+            # Penalties may lead to tokens whose weight under the policy's own law underflows.
+            scores_XV = tempered_scores(plain_XV, _ungreedy(positions))
+            policy = Law.from_weights(scores_XV.exp(), scores_XV)
         else:
             policy = Law.from_weights(weights_XV)
         if batch.any_filters:

@@ -7,6 +7,7 @@ the weights into a `WeightUpdate`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from leadout.batch import PolicyForward, PolicyOutput, TrainBatch
 from leadout.interfaces import Auditor
-from leadout.records import DraftSpec, Group, LearnerLogprobs, Rollout, TrainReport, WeightUpdate
+from leadout.records import DraftSpec, Group, LearnerLogprobs, Rollout, RolloutId, TrainReport, WeightUpdate
 from leadout.train.advantage import advantages, zero_std_share
 from leadout.train.checkpoint import LearnerState, read_learner, write_learner
 from leadout.train.cotrain import DraftTrainer
@@ -27,6 +28,8 @@ from leadout.train.policy_optimizer import PolicyOptimizer
 from leadout.train.policy_step import PolicyStep, plan_updates
 from leadout.train.settings import OptimizerSettings, UpdateSettings
 from leadout.train.step_metrics import StepMetrics
+
+logger = logging.getLogger(__name__)
 
 
 class Publisher(Protocol):
@@ -80,6 +83,8 @@ class LocalLearner:
         self.drafter = drafter
         self.reference = reference
         self.auditor = auditor
+        self._watch: _OfVersion | None = None
+        self._said_skipped = False
         self.version = 0
         self._optimizer = PolicyOptimizer(forward.model, settings.optimizer)
         self._watched = False
@@ -137,7 +142,7 @@ class LocalLearner:
             for number, update in enumerate(updates):
                 signal = runner.accumulate(update, first_pass=iteration == 0)
                 if self.auditor is not None and iteration == 0 and number == 0:
-                    row |= self.auditor.finish_step()
+                    row |= self._audited(self.auditor)
                 if signal:
                     metrics.grad_norms.append(self._optimizer.update())
         row |= metrics.row()
@@ -194,7 +199,23 @@ class LocalLearner:
             self.drafter.observe(batch, output, self.forward)
 
     def _watching(self) -> Auditor | None:
-        return None if self.auditor is None else _OfVersion(self.auditor, self.version)
+        if self.auditor is None:
+            return None
+        if self._watch is None or self._watch.version != self.version:
+            self._watch = _OfVersion(self.auditor, self.version)
+        return self._watch
+
+    def _audited(self, auditor: Auditor) -> Mapping[str, float]:
+        """The auditor's figures, and how many rollouts of its sample were of other weights."""
+        skipped = 0 if self._watch is None else len(self._watch.skipped)
+        if skipped and not self._said_skipped:
+            self._said_skipped = True
+            logger.warning(
+                "audit: %d rollouts of the sample were not made by the weights that the learner holds and are left out "
+                "(said once; audit/skipped counts them in every step)",
+                skipped,
+            )
+        return {**auditor.finish_step(), "audit/skipped": float(skipped)}
 
     def _finish(self, groups: Sequence[Group], row: dict[str, float]) -> TrainReport:
         draft_version = 0
@@ -213,9 +234,14 @@ class _OfVersion:
     def __init__(self, inner: Auditor, version: int) -> None:
         self.inner = inner
         self.version = version
+        self.skipped: set[RolloutId] = set()
 
     def select(self, rollout: Rollout) -> bool:
-        return bool((rollout.versions == self.version).all()) and self.inner.select(rollout)
+        selected = self.inner.select(rollout)
+        if selected and not (rollout.versions == self.version).all():
+            self.skipped.add(rollout.request_id)
+            return False
+        return selected
 
     def observe(self, rollout: Rollout, logits_TV: Tensor) -> None:
         self.inner.observe(rollout, logits_TV)
