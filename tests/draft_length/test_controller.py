@@ -182,3 +182,32 @@ def test_drafts_that_hardly_lose_stay_off_though_the_machine_is_now_fast_now_slo
             machine.run(length, rows, rounds)
             seconds += (machine.tokens - before) / machine.goodput(rows, 0)
     assert seconds / machine.clock > 0.98
+
+
+def test_a_length_that_came_out_dear_once_is_tried_again():
+    machine = Machine(0.85)
+    length = GoodputLength(5)
+    length.record(plain_step(machine))
+    for _ in range(12):
+        length.record(dear_round(machine, 3))
+        length.record(dear_round(machine, 5))
+    for _ in range(40):
+        length.record(dear_round(machine, 1, dearer=1.0))
+    machine.run(length, 4, 3000)
+    assert np.mean(machine.run(length, 4, 200)) > 2
+
+
+def plain_step(machine: Machine) -> RoundOutcome:
+    return dear_round(machine, 0, dearer=1.0)
+
+
+def dear_round(machine: Machine, k: int, dearer: float = 1.7) -> RoundOutcome:
+    """A round of four rows, all drafts accepted, whose pass took longer than it should."""
+    return RoundOutcome(
+        num_drafts=k,
+        num_asked=4 if k else 0,
+        drafted_B=np.full(4, k),
+        accepted_B=np.full(4, k),
+        draft_seconds=k * machine.draft,
+        verify_seconds=dearer * (machine.step + machine.per_token * 4 * (1 + k)),
+    )

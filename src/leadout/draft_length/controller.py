@@ -33,7 +33,11 @@ _KNOWN = 8.0
 _PROBE_SHARE = 16
 """One row in so many drafts in a probe."""
 _EXPLORE_GAIN = 1.1
-"""A round of a size never measured is tried where even its least cost would gain this much."""
+"""A round whose cost is in doubt is tried where it might gain this much."""
+_LOOK_AFTER = 128
+"""Rounds between second looks at sizes that were measured before."""
+_DOUBTS = 2.0
+"""How many standard deviations a cost may be below its forecast."""
 _REFRESH_AFTER = 64
 """Rounds of speculation after which one plain step keeps its own time fresh."""
 _DECIDE_EVERY, _DECIDE_EVERY_OFF = 4, 16
@@ -132,6 +136,8 @@ class GoodputLength:
         self._rounds_on = 0
         self._patience = 1
         self._most_rows = 0
+        self._since_look = 0
+        """Rounds since a k was tried for the doubt about its cost."""
         self._decided: tuple[int, int] = (0, 0)
         """Rows of the latest decision and rounds since."""
 
@@ -154,6 +160,7 @@ class GoodputLength:
             # A round that explores is judged at once.
             age = _DECIDE_EVERY - 1 if self._decide(rows, backlog, remaining) else 0
         self._decided = rows, age + 1
+        self._since_look += 1
         return Choice(self._current, rows)
 
     def _decide(self, rows: int, backlog: int, remaining: float) -> bool:
@@ -168,7 +175,9 @@ class GoodputLength:
             return False
         if self.costs.is_frozen or self.acceptance.num_asked < _KNOWN:
             return False
-        tried = self._worth_exploring(rows, tokens_K, verified_K, float(goodput_K[self._current]))
+        tried = self._worth_exploring(rows, tokens_K, verified_K, goodput_K)
+        if tried != self._current:
+            self._since_look = 0
         explores, self._current = tried != self._current, tried
         return explores
 
@@ -177,15 +186,24 @@ class GoodputLength:
         rows: int,
         tokens_K: npt.NDArray[np.float64],
         verified_K: npt.NDArray[np.float64],
-        present: float,
+        goodput_K: npt.NDArray[np.float64],
     ) -> int:
-        """The k whose pass is larger than any measured and might gain most; the present one if none might."""
-        most, chosen = _EXPLORE_GAIN * present, self._current
+        """The k that might gain most, as far as its cost is in doubt; the present one if none might gain enough.
+
+        A pass larger than any measured costs at least what the largest measured one does. One that was measured, but
+        seldom or long ago, may cost less than the forecast says: without a second look a k that came out dear once
+        would never be tried again.
+        """
+        most, chosen = _EXPLORE_GAIN * float(goodput_K[self._current]), self._current
+        present = rows * float(verified_K[chosen]) if chosen else None
         for k in range(1, self._max_length + 1):
             size = rows * float(verified_K[k])
-            if self.costs.reaches(size):
+            if k == self._current or (self.costs.reaches(size) and self._since_look < _LOOK_AFTER):
                 continue
-            goodput = tokens_K[k] / (_LEAST_GAIN * self.costs.least_seconds(rows, k, size))
+            if self.costs.reaches(size):
+                goodput = float(goodput_K[k]) * math.exp(_DOUBTS * self.costs.doubt(rows, size, present))
+            else:
+                goodput = tokens_K[k] / (_LEAST_GAIN * self.costs.least_seconds(rows, k, size))
             if goodput > most:
                 most, chosen = goodput, k
         return chosen

@@ -132,6 +132,11 @@ class MeasuredCurve(Curve):
         self._counts[point] = before + _COUNT_GAIN * (count - before)
         self._levels.record(self._kind, point, seconds, self._noise)
 
+    def level(self, count: float) -> tuple[str, int]:
+        """The level that says most about this count: the nearest one measured."""
+        point = bucket(count)
+        return self._kind, min(self._counts, key=lambda known: abs(known - point))
+
     def _measured(self) -> tuple[Floats, Floats, Floats]:
         points = sorted(self._counts)
         seconds, weights = self._levels.seconds(self._kind, points)
@@ -255,6 +260,20 @@ class CostProfile:
         draft = 0.1 * self.forward.at(rows) if self.draft.is_empty else self.draft.least(rows)
         curve = self.forward if self.verify.is_empty else self.verify
         return curve.least(tokens) + num_drafts * draft
+
+    def doubt(self, rows: int, one: float | None, other: float | None) -> float:
+        """Standard deviation of the logarithm of one pass's seconds over another's.
+
+        A pass with drafts is given by its tokens, a plain step of `rows` rows by None. Nothing is in doubt where the
+        profile is frozen.
+        """
+        levels = []
+        for tokens in (one, other):
+            curve, count = (self.forward, rows) if tokens is None else (self.verify, tokens)
+            if not isinstance(curve, MeasuredCurve):
+                return 0.0
+            levels.append(curve.level(count))
+        return self._levels.doubt(*levels)
 
     def reaches(self, tokens: float) -> bool:
         """Whether a pass with drafts of about this size, or a larger one, was measured."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 _PACE_STEP = 0.05
 """Standard deviation of the pace from one round to the next, in logarithms. Choices change little from 0.03 to 0.1."""
-_LEVEL_STEP = 0.003
+_LEVEL_STEP = 0.004
 """The same of a level: what a size costs may change for good."""
 _NOISE = 0.05
 """Of one measurement."""
@@ -72,6 +72,12 @@ class Levels:
         old_NN = self._covariance_NN
         self._covariance_NN = np.block([[old_NN, -old_NN[:, :1]], [-old_NN[:1], old_NN[:1, :1] + variance]])
         self._mean_N = np.append(self._mean_N, value - self._mean_N[0])
+
+    def doubt(self, one: tuple[str, int], other: tuple[str, int]) -> float:
+        """Standard deviation of the logarithm of one level over another."""
+        a, b = self._index[one], self._index[other]
+        variance = self._covariance_NN[a, a] + self._covariance_NN[b, b] - 2.0 * self._covariance_NN[a, b]
+        return float(np.sqrt(max(variance, 0.0)))
 
     def seconds(self, kind: str, sizes: list[int]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """f64[sizes] each: seconds at pace 0, and the weight of each, the inverse of its variance."""
