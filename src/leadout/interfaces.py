@@ -210,6 +210,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def runs_context(self) -> bool:
+        """Whether a model of its own runs over every committed token before it drafts, so that resting is paid for."""
+        ...
+
+    @property
     def point_mass(self) -> bool:
         """Whether drafts come without probabilities (greedy or looked up)."""
         ...

@@ -62,6 +62,27 @@ def test_a_first_round_that_pays_for_setting_up_is_forgotten():
     assert seconds(levels, "verify", 16) / seconds(levels, "forward", 4) == pytest.approx(1.5, rel=0.05)
 
 
+def test_a_size_that_was_slow_at_first_beside_known_ones_is_put_right_by_its_second_measurement():
+    levels = Levels()
+    for _ in range(30):
+        levels.next_round()
+        levels.record("forward", 4, 0.1)
+    for slow in (10.0, 1.0, 1.0):
+        levels.next_round()
+        levels.record("verify", 16, 0.15 * slow)
+    assert seconds(levels, "verify", 16) / seconds(levels, "forward", 4) == pytest.approx(1.5, rel=0.15)
+
+
+def test_a_size_measured_often_weighs_more_than_one_measured_once():
+    levels = Levels()
+    for _ in range(1000):
+        levels.next_round()
+        levels.record("forward", 64, 0.1)
+    levels.record("forward", 57, 0.3)
+    often, once = levels.seconds("forward", [64, 57])[1]
+    assert often > 20 * once
+
+
 def test_a_cost_that_has_changed_for_good_is_learnt_beside_one_that_has_not():
     levels = Levels()
     for dearer in [1.0] * 50 + [1.2] * 600:

@@ -116,6 +116,11 @@ class TableDrafter:
     def point_mass(self) -> bool:
         return self.greedy
 
+    @property
+    def runs_context(self) -> bool:
+        """Where it taps the policy."""
+        return bool(self.taps)
+
     def admit(self, slots: Sequence[int], requests: Sequence[Request], prompt_taps_PF: torch.Tensor | None) -> None:
         for slot, request in zip(slots, requests, strict=True):
             self.last_S[slot] = request.prompt.token_ids[-1]

@@ -31,6 +31,11 @@ class DrafterAround:
         return self.inner.taps
 
     @property
+    def runs_context(self) -> bool:
+        """As the inner drafter."""
+        return self.inner.runs_context
+
+    @property
     def point_mass(self) -> bool:
         """The inner drafter's."""
         return self.inner.point_mass

@@ -35,6 +35,11 @@ class FullDrafts:
         return self._inner.taps
 
     @property
+    def runs_context(self) -> bool:
+        """As the inner one."""
+        return self._inner.runs_context
+
+    @property
     def point_mass(self) -> bool:
         """Always."""
         return True

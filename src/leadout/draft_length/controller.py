@@ -122,9 +122,10 @@ class FixedLength:
 class GoodputLength:
     """argmax over k of expected committed tokens / forecast seconds, with k = 0 among the choices.
 
-    Drafting must gain 4 %, and a new choice must beat the present one by 3 %. While off, every 60th round or so a few
-    rows probe, preferably in the tail of a batch where it costs least, so that an improving drafter is noticed; while
-    on, every 64th round is plain.
+    Drafting must gain 4 %, and a new choice must beat the present one by 3 %. While off, a few rows probe every 60th
+    round in the tail of a batch, where it costs least, else every 150th, and less often after probes that started
+    nothing, so that an improving drafter is noticed; while on, every 64th round is plain. Until a drafter is known at
+    all, probes follow each other within a few rounds.
     """
 
     def __init__(self, max_length: int, costs: CostProfile | None = None) -> None:
@@ -136,6 +137,7 @@ class GoodputLength:
         self._rounds_on = 0
         self._patience = 1
         self._most_rows = 0
+        self._is_trying = False
         self._since_look = 0
         """Rounds since a k was tried for the doubt about its cost."""
         self._decided: tuple[int, int] = (0, 0)
@@ -157,14 +159,16 @@ class GoodputLength:
             return Choice(0, rows)
         decided_for, age = self._decided
         if rows != decided_for or age >= (_DECIDE_EVERY if self._current else _DECIDE_EVERY_OFF):
-            # A round that explores is judged at once.
-            age = _DECIDE_EVERY - 1 if self._decide(rows, backlog, remaining) else 0
+            tries = self._decide(rows, backlog, remaining)
+            # Tries are judged at once; the first round pays for catching up and says little of the drafts themselves.
+            age = _DECIDE_EVERY - (2 if backlog else 1) if tries else 0
         self._decided = rows, age + 1
         self._since_look += 1
         return Choice(self._current, rows)
 
     def _decide(self, rows: int, backlog: int, remaining: float) -> bool:
-        """Set the present k; whether that is a try of a size never measured."""
+        """Set the present k; whether that is a try of a size whose cost is in doubt."""
+        self._is_trying = False
         tokens_K, verified_K = self._expected()
         seconds_K = self._round_seconds(rows, verified_K, tokens_K, backlog, remaining)
         seconds_K[1:] *= _LEAST_GAIN
@@ -178,6 +182,7 @@ class GoodputLength:
         tried = self._worth_exploring(rows, tokens_K, verified_K, goodput_K)
         if tried != self._current:
             self._since_look = 0
+            self._is_trying = True
         explores, self._current = tried != self._current, tried
         return explores
 
@@ -198,9 +203,10 @@ class GoodputLength:
         present = rows * float(verified_K[chosen]) if chosen else None
         for k in range(1, self._max_length + 1):
             size = rows * float(verified_K[k])
-            if k == self._current or (self.costs.reaches(size) and self._since_look < _LOOK_AFTER):
+            known, drafted = self.costs.reaches(size), self.costs.has_drafted(rows)
+            if k == self._current or (known and self._since_look < _LOOK_AFTER):
                 continue
-            if self.costs.reaches(size):
+            if known and drafted:
                 goodput = float(goodput_K[k]) * math.exp(_DOUBTS * self.costs.doubt(rows, size, present))
             else:
                 goodput = tokens_K[k] / (_LEAST_GAIN * self.costs.least_seconds(rows, k, size))
@@ -238,7 +244,8 @@ class GoodputLength:
 
     def _probe_is_due(self, rows: int) -> bool:
         if self._current:
-            self._patience = 1
+            # One round to see what it costs is not speculation that has started.
+            self._patience = self._patience if self._is_trying else 1
             return False
         self._rounds_off += 1
         self._most_rows = max(self._most_rows, rows)

@@ -125,7 +125,7 @@ class MeasuredCurve(Curve):
 
     def record(self, count: int, seconds: float) -> None:
         """Take one measurement; one of no time at all says nothing."""
-        if seconds <= 0.0:
+        if not 0.0 < seconds < math.inf:
             return
         point = bucket(count)
         before = self._counts.get(point, float(count))
@@ -278,6 +278,10 @@ class CostProfile:
     def reaches(self, tokens: float) -> bool:
         """Whether a pass with drafts of about this size, or a larger one, was measured."""
         return self.verify.reaches(tokens)
+
+    def has_drafted(self, rows: int) -> bool:
+        """Whether drafts of about so many rows, or more, were measured."""
+        return self.draft.reaches(rows)
 
     def catch_up_seconds(self, backlog: int) -> float:
         """Forecast of running tokens the drafter has not seen; unmeasured, a tenth of the policy's own pass."""

@@ -22,10 +22,13 @@ _LEVEL_STEP = 0.004
 """The same of a level: what a size costs may change for good."""
 _NOISE = 0.05
 """Of one measurement."""
-_FIRST_NOISE = 2.0
-"""Times as much in the first measurement of a size, which may pay for setting up."""
+_FIRST_NOISE = 40.0
+"""Times as much in the first measurement of a size, which may pay for setting up: the second decides."""
 _FARTHEST = 3.0
 """A measurement farther from its forecast than so many standard deviations counts as if it were no farther."""
+_YOUNG, _SHAKEN = 8, 0.3
+"""Among its first so many measurements, such a one adds this standard deviation to its level: of two that contradict
+each other the third decides. Later it is the pace that has jumped."""
 
 
 class Levels:
@@ -33,6 +36,7 @@ class Levels:
 
     def __init__(self) -> None:
         self._index: dict[tuple[str, int], int] = {}
+        self._measured = [0]
         # Entry 0 is the pace.
         self._mean_N = np.zeros(1)
         self._covariance_NN = np.zeros((1, 1))
@@ -41,9 +45,8 @@ class Levels:
 
     def next_round(self) -> None:
         """Let the pace wander and the levels move a little; once a round."""
-        diagonal_N = np.full(self._mean_N.size, _LEVEL_STEP**2)
-        diagonal_N[0] = _PACE_STEP**2
-        self._covariance_NN[np.diag_indices_from(self._covariance_NN)] += diagonal_N
+        self._covariance_NN.ravel()[:: self._mean_N.size + 1] += _LEVEL_STEP**2
+        self._covariance_NN[0, 0] += _PACE_STEP**2
 
     @property
     def pace(self) -> float:
@@ -61,14 +64,18 @@ class Levels:
         shared_N = self._covariance_NN[0] + self._covariance_NN[place]
         total = float(shared_N[0] + shared_N[place]) + variance
         reach = _FARTHEST * np.sqrt(total)
-        surprise = np.clip(value - self._mean_N[0] - self._mean_N[place], -reach, reach)
+        surprise = value - self._mean_N[0] - self._mean_N[place]
         gain_N = shared_N / total
-        self._mean_N += gain_N * surprise
+        self._mean_N += gain_N * np.clip(surprise, -reach, reach)
         self._covariance_NN -= np.outer(gain_N, shared_N)
+        self._measured[place] += 1
+        if abs(surprise) > reach and self._measured[place] <= _YOUNG:
+            self._covariance_NN[place, place] += _SHAKEN**2
 
     def _add(self, key: tuple[str, int], value: float, variance: float) -> None:
         """A size measured for the first time: all that is known of its level is this measurement less the pace."""
         self._index[key] = self._mean_N.size
+        self._measured.append(1)
         old_NN = self._covariance_NN
         self._covariance_NN = np.block([[old_NN, -old_NN[:, :1]], [-old_NN[:1], old_NN[:1, :1] + variance]])
         self._mean_N = np.append(self._mean_N, value - self._mean_N[0])
@@ -80,7 +87,12 @@ class Levels:
         return float(np.sqrt(max(variance, 0.0)))
 
     def seconds(self, kind: str, sizes: list[int]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """f64[sizes] each: seconds at pace 0, and the weight of each, the inverse of its variance."""
+        """f64[sizes] each: seconds at pace 0, and the weight of each, the inverse of its variance.
+
+        The variance is that of level and pace together, which is what measurements tell; what is the one's and what
+        the other's stays open, and says nothing of how often a size was measured.
+        """
         places = [self._index[kind, size] for size in sizes]
-        variance_N = self._covariance_NN[places, places]
+        variance_N = self._covariance_NN[places, places] + self._covariance_NN[0, 0]
+        variance_N += 2.0 * self._covariance_NN[0, places]
         return np.exp(self._mean_N[places]), 1.0 / (variance_N + _NOISE**2)

@@ -63,6 +63,11 @@ class CombinedDrafter:
         return self.model.taps
 
     @property
+    def runs_context(self) -> bool:
+        """As the model."""
+        return self.model.runs_context
+
+    @property
     def point_mass(self) -> bool:
         """Whether every draft is a point mass: the model's are too."""
         return self.model.point_mass
@@ -118,11 +123,13 @@ class CombinedDrafter:
     ) -> None:
         """Committed tokens for both; measure the round they ended."""
         pending, self._pending = self._pending, None
-        if pending is not None and pending.slots == tuple(slots):
-            accepted_B = np.minimum(counts_B - 1, pending.drafted_B)
+        asked = 0 if pending is None else len(pending.slots)
+        # A probe asks the first rows only.
+        if pending is not None and pending.slots == tuple(slots[:asked]):
+            accepted_B = np.minimum(counts_B[:asked] - 1, pending.drafted_B)
             self._choice.record(pending.looked_up_B, pending.matched_B, pending.drafted_B, accepted_B)
             now = self._choice.now()
-            if now is not None and pending.ended is not None:
+            if now is not None and pending.ended is not None and asked == len(slots):
                 self._choice.record_seconds(len(slots), None, now - pending.ended)
         self.history.observe(slots, tokens_BN, counts_B, None)
         self.model.observe(slots, tokens_BN, counts_B, taps_BNF)

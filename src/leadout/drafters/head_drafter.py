@@ -85,6 +85,11 @@ class HeadDrafter:
         return self._head.spec.layer_ids
 
     @property
+    def runs_context(self) -> bool:
+        """The head."""
+        return True
+
+    @property
     def point_mass(self) -> bool:
         """Whether drafts are greedy."""
         return self._greedy

@@ -72,6 +72,11 @@ class HistoryDrafter:
         return ()
 
     @property
+    def runs_context(self) -> bool:
+        """Looks up only."""
+        return False
+
+    @property
     def point_mass(self) -> bool:
         """Looked-up drafts have no probabilities."""
         return True

@@ -38,6 +38,11 @@ class NgramDrafter:
         return ()
 
     @property
+    def runs_context(self) -> bool:
+        """Looks up only."""
+        return False
+
+    @property
     def point_mass(self) -> bool:
         """Looked-up drafts have no probabilities."""
         return True

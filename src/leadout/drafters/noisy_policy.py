@@ -83,6 +83,11 @@ class NoisyPolicyDrafter:
         return ()
 
     @property
+    def runs_context(self) -> bool:
+        """The policy once more."""
+        return True
+
+    @property
     def point_mass(self) -> bool:
         """Drafts are sampled."""
         return False

@@ -34,6 +34,11 @@ class StateRecorder:
         return self._taps
 
     @property
+    def runs_context(self) -> bool:
+        """Drafts nothing."""
+        return False
+
+    @property
     def point_mass(self) -> bool:
         """No draft has probabilities, since there is none."""
         return True

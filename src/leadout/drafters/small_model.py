@@ -80,6 +80,11 @@ class SmallModelDrafter:
         return ()
 
     @property
+    def runs_context(self) -> bool:
+        """The small model."""
+        return True
+
+    @property
     def vocab_size(self) -> int:
         """Tokens it can draft: those that both vocabularies have."""
         return self._vocab_size

@@ -1,7 +1,7 @@
 """What a drafter would have to run before it can draft: tokens that were committed while it rested.
 
-A drafter that reads the policy's states is only handed them while speculation is off; switching on costs their run.
-Siblings share the run over their prompt, so a prompt counts once.
+A drafter with a model of its own is only handed tokens and states while speculation is off; switching on costs their
+run. Siblings share the run over their prompt, so a prompt counts once.
 """
 
 from __future__ import annotations

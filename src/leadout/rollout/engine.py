@@ -219,8 +219,8 @@ class NativeGenerator:
             self._live = None
 
     def _tokens_behind(self, drafter: Drafter, slots: Sequence[int]) -> int:
-        """Tokens of these rows that a drafter with taps has to run first; none while it drafts every round."""
-        return self._backlog.tokens(slots, self._parts.kv.lengths) if drafter.taps else 0
+        """Tokens of these rows that the drafter's model has to run first; none while it drafts every round."""
+        return self._backlog.tokens(slots, self._parts.kv.lengths) if drafter.runs_context else 0
 
     def _open(self, request: Request, slot: int) -> Row:
         params, given = request.params, request.given
