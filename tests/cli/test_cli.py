@@ -319,4 +319,4 @@ def test_a_reader_that_goes_away_ends_the_program_quietly() -> None:
     command = [sys.executable, "-c", "from leadout.cli.main import run; run()", "train", DEMO, "--dry-run"]
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write_end)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (141, "")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
+from leadout.draft_length.controller import Choice
 from leadout.draft_length.source_choice import SourceChoice
 from leadout.drafters.combined import CombinedDrafter
 from leadout.drafters.history import HistoryDrafter
@@ -134,3 +135,30 @@ def test_measurements_and_history_survive_a_resume():
     requests = make_requests(4, 4, first_draw=4, max_new_tokens=24)
     assert sequences(generate(again, requests)) == sequences(generate(engine, requests))
     assert RolloutId(0, 0) not in {r.rollout_id for r in requests}
+
+
+class Prefix:
+    """A probe every round: only the first row is asked for drafts."""
+
+    def choose(self, rows, *, backlog=0, remaining=0.0):
+        return Choice(2, 1)
+
+    def record(self, outcome):
+        pass
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_what_a_probe_of_few_rows_finds_is_learnt():
+    drafter = combined(TableDrafter(model_table(), SLOTS))
+    engine, _ = make_engine(markov_table(6), num_slots=SLOTS, drafter=drafter, draft_length=Prefix())
+    rollouts = generate(engine, make_requests(2, 4, max_new_tokens=20))
+    probed = sum(int(np.count_nonzero(rollout.rounds.drafted)) for rollout in rollouts.values())
+    counts = drafter.state_dict()["choice"]
+    learnt = sum(entry["drafting"] for source in ("looked_up", "model") for entry in counts[source])
+    assert probed > 10
+    assert learnt == pytest.approx(probed, rel=0.05)
