@@ -2,6 +2,7 @@
 
 LeadoutError (exit code 2)
 +- ConfigError     a recipe or command-line value is wrong
+|  +- LayoutError  a layout does not divide the model or the GPUs (a search tries the next one)
 +- DataError       a data file or row is wrong
 +- ModelError      a model or draft folder is missing, of another shape, or not supported
 +- CapacityError   it does not fit: context, slots, memory, disk
@@ -21,6 +22,10 @@ class LeadoutError(Exception):
 
 class ConfigError(LeadoutError):
     """A recipe or command-line value is wrong."""
+
+
+class LayoutError(ConfigError):
+    """A layout does not divide the model or the GPUs; another layout may."""
 
 
 class DataError(LeadoutError):

@@ -89,3 +89,27 @@ def test_length_figures_of_the_log_set_the_law():
     lengths = fit_baseline(small(), block).scenario.workload.lengths
     assert lengths.mean == 2000.0 and lengths.cap == 3000
     assert 0.3 < lengths.cv < 0.9
+
+
+def test_generation_that_nemo_calls_exposed_is_not_the_rollout_stage(tmp_path):
+    block = "  • exposed_generation: 3.0s\n  • policy_training: 28.0s\n"
+    assert read_baseline(write(tmp_path, block)).seconds == {"train": 28.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"seconds/train": -4.0}, "seconds/train must be a number >= 0, got -4"),
+        ({"seconds/train": float("nan")}, "seconds/train must be a number >= 0, got nan"),
+        (
+            {"seconds/train": 4.0, "completions/clipped_ratio": 1.5},
+            r"clipped_ratio must be a share in \[0, 1\], got 1.5",
+        ),
+        ({"seconds/train": 4.0, "completions/mean_length": -1}, "mean_length must be a number >= 0, got -1"),
+    ],
+)
+def test_a_number_that_cannot_be_names_the_file_and_the_field(tmp_path, row, message):
+    path = write(tmp_path, json.dumps(row))
+    with pytest.raises(DataError, match=f"--baseline: {path}: .*{message}") as caught:
+        read_baseline(path)
+    assert "\n" not in str(caught.value)

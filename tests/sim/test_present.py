@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -15,9 +16,16 @@ from leadout.sim.charts import heat_map, scaled_steps, write_html
 from leadout.sim.present import render, served_shares, to_json
 from leadout.sim.setup import Workbench
 from leadout.sim.simulate import simulate
+from tests.sim.machines import calibrated
 from tests.sim.scenarios import small
 
 EAGLE = ("speculation.method=eagle3", "speculation.num_speculative_tokens=3")
+
+
+def shown(outcome) -> str:
+    console = Console(width=150, record=True, file=io.StringIO())
+    console.print(render(outcome))
+    return console.export_text()
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +55,7 @@ def test_the_round_adds_up_to_the_step_tables_seconds(outcome):
 
 
 def test_the_table_says_break_even_cost_and_verdict(outcome):
-    console = Console(width=150, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
-    console.print(render(outcome))
-    text = console.export_text()
+    text = shown(outcome)
     for words in ("break-even", "100 steps:", "speculation against plain", "served by", "aiconfigurator-core 0.12.0"):
         assert words in text
 
@@ -59,6 +65,32 @@ def test_the_report_is_one_file_with_four_pictures(outcome, tmp_path):
     page = (tmp_path / "r.html").read_text()
     assert page.count("data:image/png;base64,") == 4
     assert "http" not in page.replace("data:image", "")
+
+
+def test_a_price_without_speculation_is_the_price_alone():
+    text = shown(simulate(small("price_per_gpu_hour=2.0")))
+    assert "100 steps: " in text
+    assert "saved" not in text and "with speculation" not in text
+
+
+def test_a_calibrated_machine_is_drawn_at_its_own_draft_lengths(tmp_path):
+    scenario = calibrated(tmp_path, *EAGLE)
+    axes = heat_map(scenario, Workbench()).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "3", "5"]
+    one = calibrated(tmp_path, *EAGLE, ks=(3,))
+    assert [label.get_text() for label in heat_map(one, Workbench()).axes[0].get_xticklabels()] == ["3"]
+
+
+def test_a_calibrated_answer_rests_on_its_profile_alone(tmp_path):
+    outcome = simulate(calibrated(tmp_path, *EAGLE))
+    write_html(outcome, tmp_path / "r.html", Workbench())
+    page, text, data = (tmp_path / "r.html").read_text(), shown(outcome), to_json(outcome)
+    assert page.count("data:image/png;base64,") == 4
+    for words in (page, text, json.dumps(data)):
+        assert "aiconfigurator" not in words
+        assert "profile.json" in words
+    assert "memory of a generating GPU" not in text
+    assert data["memory"] is None
 
 
 def test_the_heat_map_draws_the_line_of_no_gain():
@@ -86,7 +118,7 @@ def test_the_command_writes_json(tmp_path):
 def test_the_simulator_never_imports_torch():
     code = (
         "import sys, leadout.sim.simulate, leadout.sim.plan, leadout.sim.paper_report, leadout.sim.published, "
-        "leadout.sim.charts, leadout.sim.baseline, leadout.sim.replay_report, leadout.sim.aic; "
+        "leadout.sim.charts, leadout.sim.baseline, leadout.sim.replay_report, leadout.sim.second_opinion; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

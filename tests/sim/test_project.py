@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from leadout.records import Stage
 from leadout.sim.project import project
 from leadout.sim.ranges import plain_twin
 from leadout.sim.runs import read_run, replay_simulated, write_run
+from leadout.sim.scenario import load
 from leadout.sim.setup import Workbench
 from tests.sim.scenarios import asynchronous, small
 
 EAGLE = ("speculation.method=eagle3",)
+RECIPES = sorted((Path(__file__).parents[2] / "recipes" / "scenarios").glob("*.yaml"))
 
 
 def test_no_drafts_equal_plain_bit_for_bit():
@@ -61,6 +64,23 @@ def test_busy_and_idle_gpu_seconds_fill_the_step():
             scenario.gpus * projection.step_s, rel=1e-9
         )
         assert projection.busy_gpu_s > 0
+        assert projection.idle_gpu_s >= 0
+
+
+@pytest.mark.parametrize("lag", [0, 1, 4])
+def test_generators_short_of_rollouts_are_not_busy_for_longer_than_the_step(lag):
+    for quick in (False, True):
+        projection = project(asynchronous(lag, "training.mfu=1.0", "workload.num_prompts=4"), quick=quick)
+        assert projection.idle_gpu_s >= 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_no_recipe_keeps_gpus_busy_for_longer_than_its_step(recipe):
+    scenario, bench = load(recipe), Workbench()
+    for quick in (False, True):
+        for variant in (scenario, plain_twin(scenario)):
+            projection = project(variant, bench, quick=quick)
+            assert 0 <= projection.idle_gpu_s < scenario.gpus * projection.step_s
 
 
 def test_idle_time_of_a_synchronous_step_is_the_tail_of_the_replicas():
@@ -136,7 +156,7 @@ def test_rows_beyond_max_num_seqs_wait_and_take_longer():
     assert queued.tokens == free.tokens
 
 
-def test_a_scenario_takes_well_under_a_second_and_a_sweep_point_a_few_milliseconds():
+def test_a_sweep_over_draft_lengths_and_rates_builds_one_step_model():
     bench = Workbench()
     count = 0
     for k, rate in itertools.product(range(1, 8), (0.3, 0.5, 0.7, 0.9)):

@@ -31,7 +31,7 @@ def simulate(
     ] = None,
     run: Annotated[Path | None, typer.Option(metavar="RUN", help="Replay a finished run's folder.")] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Calibration profile of the run's machine.")
+        Path | None, typer.Option(metavar="FILE", help="Calibration profile of the machine of the run or scenario.")
     ] = None,
     validate: Annotated[bool, typer.Option("--validate", help="With --run: judge RUN/cells.jsonl.")] = False,
     save_run: Annotated[
@@ -45,6 +45,15 @@ def simulate(
 
     Example: leadout simulate recipes/scenarios/qwen3-8b-h100.yaml speculation.num_speculative_tokens=3
     """
+    modes = {"--paper": paper, "--published": published, "--run": run is not None}
+    projecting = {
+        "a scenario": scenario is not None,
+        "--html": html is not None,
+        "--baseline": baseline is not None,
+        "--save-run": save_run is not None,
+        "--second-opinion": second_opinion is not None,
+    }
+    _refuse_ignored(modes, projecting, profile=profile is not None, validate=validate)
     if paper:
         _paper(json_file)
     elif published:
@@ -54,7 +63,21 @@ def simulate(
     elif scenario is None:
         raise ConfigError("expected a scenario file, --paper, --published or --run RUN")
     else:
-        _scenario(scenario, overrides or [], json_file, html, baseline, save_run, second_opinion)
+        _scenario(scenario, overrides or [], profile, json_file, html, baseline, save_run, second_opinion)
+
+
+def _refuse_ignored(modes: dict[str, bool], projecting: dict[str, bool], *, profile: bool, validate: bool) -> None:
+    """Raise ConfigError when something given would be ignored by what else is given."""
+    chosen = [name for name, given in modes.items() if given]
+    if len(chosen) > 1:
+        raise ConfigError(f"expected one of {', '.join(modes)}, got {' and '.join(chosen)}; give them one by one")
+    if validate and "--run" not in chosen:
+        raise ConfigError("--validate needs --run RUN: it judges RUN/cells.jsonl")
+    ignored = [name for name, given in projecting.items() if given] if chosen else []
+    if profile and chosen and chosen != ["--run"]:
+        ignored.append("--profile")
+    if ignored:
+        raise ConfigError(f"{chosen[0]} does not use {', '.join(ignored)}; leave out one or the other")
 
 
 def plan(
@@ -68,7 +91,7 @@ def plan(
     Example: leadout plan recipes/scenarios/qwen3-8b-h100.yaml gpus=32
     """
     from leadout.sim.plan import plan as search
-    from leadout.sim.plan import plan_json, render_plan
+    from leadout.sim.plan_report import plan_json, render_plan
     from leadout.sim.scenario import load
 
     found = search(load(scenario, overrides or []), max_lag)
@@ -79,6 +102,7 @@ def plan(
 def _scenario(
     path: Path,
     overrides: list[str],
+    profile: Path | None,
     json_file: Path | None,
     html: Path | None,
     baseline: Path | None,
@@ -86,18 +110,25 @@ def _scenario(
     second_opinion: str | None,
 ) -> None:
     from leadout.sim.present import render, to_json
+    from leadout.sim.runs import check_can_be_saved, write_run
     from leadout.sim.scenario import load
     from leadout.sim.setup import Workbench
     from leadout.sim.simulate import simulate as project
 
     scenario, bench = load(path, overrides), Workbench()
+    if profile is not None:
+        scenario = scenario.model_copy(update={"profile": profile})
+    if scenario.profile is not None and second_opinion is not None:
+        raise ConfigError("--second-opinion compares kernel tables; the rounds of this scenario come from a profile")
+    if save_run is not None:
+        check_can_be_saved(scenario)
     fitted = _fit(scenario, baseline)
     scenario = fitted.scenario if fitted is not None else scenario
     outcome = project(scenario, bench)
     _print(render(outcome))
     data = to_json(outcome)
     if second_opinion is not None:
-        from leadout.sim.aic import second_opinion as ask
+        from leadout.sim.second_opinion import second_opinion as ask
 
         line, data["second_opinion"] = ask(second_opinion, outcome.plain)
         _print(line)
@@ -107,8 +138,6 @@ def _scenario(
         write_html(outcome, html, bench)
         _print(f"wrote {html}")
     if save_run is not None:
-        from leadout.sim.runs import write_run
-
         write_run(scenario, save_run)
         _print(f"wrote {save_run}")
     _write_json(json_file, data)
@@ -121,6 +150,8 @@ def _fit(scenario: Scenario, log: Path | None) -> Fitted | None:
     block = read_baseline(log) if log is not None else scenario.baseline
     if block is None:
         return None
+    if scenario.profile is not None:
+        raise ConfigError("a baseline fits constants that a profile takes the place of; leave out one of the two")
     fitted = fit_baseline(scenario, block)
     _print(render_fit(fitted))
     return fitted
@@ -145,6 +176,8 @@ def _published(json_file: Path | None) -> None:
 def _run(folder: Path, profile: Path | None, validate: bool, json_file: Path | None) -> None:
     from leadout.sim.replay_report import replay_report, validate_report
 
+    if profile is not None and not validate and (folder / "scenario.yaml").is_file():
+        raise ConfigError(f"{folder} is a simulated run: its scenario.yaml says on what; leave out --profile")
     shown, data = validate_report(folder, profile) if validate else replay_report(folder, profile)
     _print(shown)
     _write_json(json_file, data)

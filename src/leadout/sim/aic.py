@@ -1,7 +1,7 @@
-"""The full kernel tables of the optional package `aiconfigurator-core`, and its engine's second opinion.
+"""The full kernel tables of the optional package `aiconfigurator-core`.
 
-The tables are parquet files found through `importlib.metadata`; the package itself is not imported for them. Only
-`second_opinion` runs its engine. Linux x86-64, Python below 3.14.
+The tables are parquet files found through `importlib.metadata`; the package itself is not imported for them.
+Linux x86-64, Python below 3.14.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from leadout.errors import ConfigError
 from leadout.sim.kernel_tables import Floats, KernelTables
-from leadout.sim.project import Projection
-from leadout.sim.resolve import resolve_gpu
 
 VERSION = "0.12.0"
 SYSTEMS = ("a100_sxm", "h100_sxm", "h200_sxm", "b200_sxm", "gb200")
@@ -118,12 +116,13 @@ def _cube(values: Floats, keys: Sequence[npt.NDArray[Any]], axes: Sequence[Seque
     return out.reshape([len(axis) for axis in axes])
 
 
-def _version(system: str) -> str:
+def engine_version(system: str) -> str:
+    """vLLM's version in the tables of a system."""
     return ENGINE.get(system, "0.24.0")
 
 
 def _gemm(root: Path, selection: Selection) -> tuple[Floats, tuple[Floats, Floats, Floats]]:
-    frames = {s: _read(root / s / "gemm/vllm" / _version(s) / "gemm_perf.parquet") for s in SYSTEMS}
+    frames = {s: _read(root / s / "gemm/vllm" / engine_version(s) / "gemm_perf.parquet") for s in SYSTEMS}
     axes = []
     for name, chosen in (("n", selection.gemm_n), ("k", selection.gemm_k), ("m", selection.gemm_m)):
         every = sorted({int(v) for frame in frames.values() for v in np.unique(frame[name])})
@@ -142,7 +141,7 @@ def _gemm(root: Path, selection: Selection) -> tuple[Floats, tuple[Floats, Float
 
 
 def _attention(root: Path, selection: Selection) -> dict[str, Any]:
-    folders = {s: root / s / "attention/vllm" / _version(s) for s in SYSTEMS}
+    folders = {s: root / s / "attention/vllm" / engine_version(s) for s in SYSTEMS}
     where = {"head_dim": 128, "window_size": 0}
     decode = {s: _read(f / "generation_attention_perf.parquet", where) for s, f in folders.items()}
     context = {s: _read(f / "context_attention_perf.parquet", {**where, "batch_size": 1}) for s, f in folders.items()}
@@ -190,7 +189,7 @@ def _moe(root: Path, selection: Selection) -> tuple[dict[str, Floats], Floats]:
     wanted = ("moe_dtype", "hidden_size", "inter_size", "moe_tp_size", "moe_ep_size", "distribution")
     found: dict[str, dict[int, list[float]]] = {}
     for system in SYSTEMS:
-        versions = [(_version(system), "default")] + ([("0.22.0", "triton")] if system == "b200_sxm" else [])
+        versions = [(engine_version(system), "default")] + ([("0.22.0", "triton")] if system == "b200_sxm" else [])
         for version, kernel in versions:
             path = root / system / "moe/vllm" / version / "moe_perf.parquet"
             frame = _read(path, {"topk": 8})
@@ -219,7 +218,7 @@ def _mla(root: Path) -> dict[str, Floats]:
     batches, kv_lens = [2**i for i in range(12)], [2**i + 1 for i in range(1, 18)]
     out: dict[str, Floats] = {}
     for system in SYSTEMS:
-        path = root / system / "mla/vllm" / _version(system) / "mla_generation_module_perf.parquet"
+        path = root / system / "mla/vllm" / engine_version(system) / "mla_generation_module_perf.parquet"
         if not path.is_file():
             continue
         frame = _read(path, {"gemm_type": "bfloat16", "mla_dtype": "bfloat16"})
@@ -234,7 +233,7 @@ def _mla(root: Path) -> dict[str, Floats]:
 def _comm(root: Path) -> tuple[dict[str, Floats], Floats]:
     found: dict[str, dict[int, list[float]]] = {}
     for system in SYSTEMS:
-        custom = _read(root / system / "comm/vllm" / _version(system) / "custom_allreduce_perf.parquet")
+        custom = _read(root / system / "comm/vllm" / engine_version(system) / "custom_allreduce_perf.parquet")
         nccl = _read(
             root / system / "comm/nccl" / NCCL.get(system, "2.29.2") / "nccl_perf.parquet", {"nccl_dtype": "half"}
         )
@@ -250,31 +249,3 @@ def _comm(root: Path) -> tuple[dict[str, Floats], Floats]:
         key: np.array([float(np.median(rows[s])) if s in rows else np.nan for s in axis]) for key, rows in found.items()
     }
     return dict(sorted(curves.items())), np.array(axis, dtype=float)
-
-
-def second_opinion(engine: str, plain: Projection) -> tuple[str, dict[str, float]]:
-    """The step time of aiconfigurator's own engine beside ours, for the plain round the breakdown shows."""
-    if engine != "aic":
-        raise ConfigError(f"--second-opinion must be aic, got {engine!r}")
-    data_folder()
-    scenario = plain.scenario
-    gpu, (rows, context, _) = resolve_gpu(scenario.gpu), plain.breakdown_at
-    if gpu.table is None:
-        raise ConfigError("--second-opinion aic needs a GPU with tables, the scenario's has none")
-    handle = import_module("aiconfigurator_core.sdk").EngineHandle.compile(
-        scenario.model if "/" in scenario.model else f"Qwen/{scenario.model}",
-        gpu.table,
-        "vllm",
-        backend_version=_version(gpu.table),
-        tp_size=scenario.generation.tensor_parallel,
-        moe_tp_size=1 if scenario.generation.expert_parallel > 1 else scenario.generation.tensor_parallel,
-        moe_ep_size=scenario.generation.expert_parallel,
-        gemm_quant_mode=None if scenario.precision.weights == "bfloat16" else "fp8",
-    )
-    theirs = float(handle.predict_decode_latency(rows, int(context), 2)) * 1e-3
-    ours = sum(part.seconds for part in plain.breakdown)
-    line = (
-        f"second opinion (aiconfigurator-core {VERSION}): plain round of {rows} rows at context {context:.0f}: "
-        f"{theirs * 1e3:.2f} ms, ours {ours * 1e3:.2f} ms ({ours / theirs - 1:+.0%}; ours includes host time)"
-    )
-    return line, {"theirs_s": theirs, "ours_s": ours}

@@ -18,7 +18,7 @@ from leadout.sim.kernel_tables import Floats
 from leadout.sim.project import Projection, summarise
 from leadout.sim.replica import Pace, Replica, Row
 from leadout.sim.rollout_phase import RolloutPhase, draw_lengths, run_rollouts
-from leadout.sim.setup import Setup
+from leadout.sim.setup import Setup, rollouts_per_step
 
 CYCLE = 3
 """Draws of lengths that follow one another again and again: every lag is measured on the same rollouts."""
@@ -47,8 +47,10 @@ def overlap(setup: Setup, phases: list[RolloutPhase], seconds: dict[Stage, float
     """Project an asynchronous scenario; `quick` by its bounds alone, for ranges."""
     learner = learner_seconds(seconds)
     if quick:
-        step, busy = _bound(setup, seconds, learner), sum(p.busy_seconds for p in phases) / len(phases)
-        lags, generating = [setup.scenario.pipeline.max_staleness], busy * setup.layout.gpus
+        step, alone = _bound(setup, seconds, learner), sum(p.busy_seconds for p in phases) / len(phases)
+        # A batch alone has a tail, which rows of the next ones fill; no GPU works for longer than the step.
+        generating = min(alone * setup.layout.gpus, step * setup.scenario.generation_gpus)
+        lags = [setup.scenario.pipeline.max_staleness]
     else:
         timeline = run_timeline(setup, learner, seconds[Stage.REFIT])
         step, generating = timeline.step_s, timeline.busy / (len(timeline.trained) - 1 - timeline.first)
@@ -57,6 +59,7 @@ def overlap(setup: Setup, phases: list[RolloutPhase], seconds: dict[Stage, float
     exposed |= {stage: seconds[stage] for stage in (Stage.REWARD, Stage.LOGPROB, Stage.TRAIN)}
     exposed[Stage.REFIT] = seconds[Stage.REFIT]
     exposed[Stage.ROLLOUT] = max(step - sum(exposed.values()), 0.0)
+    exposed[Stage.REWARD] += max(scoring_seconds(setup) - sum(exposed.values()), 0.0)
     scenario = setup.scenario
     busy = generating + learner * scenario.training_gpus
     idle = scenario.gpus * sum(exposed.values()) - busy
@@ -73,6 +76,14 @@ def _bound(setup: Setup, seconds: dict[Stage, float], learner: float) -> float:
     in_flight = setup.scenario.refit.method == "in_flight"
     flow = flow_seconds(setup, staleness + 1) if in_flight else seconds[Stage.ROLLOUT] + seconds[Stage.REFIT]
     return max(learner, through, flow if staleness else 0.0)
+
+
+def scoring_seconds(setup: Setup) -> float:
+    """Seconds the reward workers need for the rollouts of one step: no step is shorter, whatever overlaps."""
+    section = setup.scenario.reward
+    if setup.profile is not None:
+        return 0.0
+    return rollouts_per_step(setup.scenario) * section.seconds_per_sample / section.workers
 
 
 def learner_seconds(seconds: dict[Stage, float]) -> float:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from sys import float_info
 
 import numpy as np
 from rich.console import Group
@@ -53,7 +54,6 @@ KEYS: dict[str, tuple[str, ...]] = {
         "profiling/Time taken: GRPOTrainer.transformers.generate",
         "profiling/Time taken: GRPOTrainer._generate",
         "generation",
-        "exposed_generation",
     ),
     "reward": ("seconds/reward", "timing_s/reward", "timing/train/reward_calculation"),
     "logprob": (
@@ -136,6 +136,8 @@ def read_baseline(path: Path) -> Baseline:
             "TRL profiling/* or NeMo RL timing lines"
         )
     rows = rows[1:] if len(rows) > 2 else rows
+    for row in rows:
+        _check_row(row, path)
     seconds: dict[str, float] = {}
     for stage in KEYS:
         values = [found[stage] for found in map(_stage_seconds, rows) if stage in found]
@@ -147,6 +149,16 @@ def read_baseline(path: Path) -> Baseline:
         if values:
             means[name] = float(np.mean(values))
     return Baseline.model_validate({"seconds": seconds, **means})
+
+
+def _check_row(row: Mapping[str, float], path: Path) -> None:
+    """Raise DataError on a number of a log that cannot be one: negative seconds, a share above 1, no number at all."""
+    for key, value in row.items():
+        share = key in CLIP_RATIO
+        known = share or key in (*MEAN_LENGTH, *MAX_LENGTH) or any(key in keys for keys in KEYS.values())
+        if known and not 0.0 <= value <= (1.0 if share else float_info.max):
+            expected = "a share in [0, 1]" if share else "a number >= 0"
+            raise DataError(f"--baseline: {path}: {key} must be {expected}, got {value:g}")
 
 
 def _stage_seconds(row: Mapping[str, float]) -> dict[str, float]:

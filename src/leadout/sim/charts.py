@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from leadout.errors import CapacityError, ConfigError
-from leadout.sim.present import TABLE_NOTE, Outcome, cost_lines
+from leadout.errors import CapacityError, LayoutError
+from leadout.sim.present import Outcome, cost_lines, source_note
+from leadout.sim.profile import load_profile
 from leadout.sim.project import project
 from leadout.sim.ranges import STAGE_ORDER, plain_twin, verdict
 from leadout.sim.scenario import Scenario
@@ -44,9 +45,10 @@ def heat_map(scenario: Scenario, bench: Workbench) -> Figure:
     # The rollout stage alone: the same with and without a learner beside it.
     lean = scenario.model_copy(update={"draws": 1, "pipeline": Pipeline()})
     base = project(plain_twin(lean), bench).rollout_s
-    grid = np.ones((len(RATES), len(DRAFTS)))
+    drafts = draft_lengths(scenario)
+    grid = np.ones((len(RATES), len(drafts)))
     assert lean.speculation is not None
-    for j, k in enumerate(DRAFTS):
+    for j, k in enumerate(drafts):
         for i, rate in enumerate(RATES):
             section = lean.speculation.model_copy(
                 update={"num_speculative_tokens": k, "acceptance": Acceptance(rate=float(rate))}
@@ -55,17 +57,28 @@ def heat_map(scenario: Scenario, bench: Workbench) -> Figure:
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     limit = max(abs(np.log2(grid)).max(), 0.1)
-    image = axes.pcolormesh(DRAFTS, RATES, np.log2(grid), cmap="RdBu", vmin=-limit, vmax=limit, shading="nearest")
-    if grid.min() < 1.0 < grid.max():
-        lines = axes.contour(DRAFTS, RATES, grid, levels=[1.0], colors="black")
+    # Columns stand side by side whatever their k: a calibrated machine has few, and not in even steps.
+    columns, half = np.arange(len(drafts)), (RATES[1] - RATES[0]) / 2
+    edges = np.arange(len(drafts) + 1) - 0.5, np.append(RATES - half, RATES[-1] + half)
+    image = axes.pcolormesh(*edges, np.log2(grid), cmap="RdBu", vmin=-limit, vmax=limit)
+    if grid.min() < 1.0 < grid.max() and len(drafts) > 1:
+        lines = axes.contour(columns, RATES, grid, levels=[1.0], colors="black")
         axes.clabel(lines, fmt="1.0x")
     for i, rate in enumerate(RATES):
-        for j, k in enumerate(DRAFTS):
-            axes.text(k, rate, f"{grid[i, j]:.2f}", ha="center", va="center", fontsize=6)
+        for j in range(len(drafts)):
+            axes.text(j, rate, f"{grid[i, j]:.2f}", ha="center", va="center", fontsize=6)
+    axes.set_xticks(columns, [str(k) for k in drafts])
     axes.set_xlabel("draft length k")
     axes.set_ylabel("acceptance rate a_1 = a_2 = ...")
     figure.colorbar(image, label="log2 of rollout speedup")
     return figure
+
+
+def draft_lengths(scenario: Scenario) -> tuple[int, ...]:
+    """Draft lengths to draw, ascending: of a calibrated machine those that were measured, else 1 to 8."""
+    if scenario.profile is None or scenario.speculation is None:
+        return DRAFTS
+    return tuple(k for k in load_profile(scenario.profile).draft_lengths(scenario.speculation.method) if k > 0)
 
 
 def live_rows(outcome: Outcome) -> Figure:
@@ -115,7 +128,7 @@ def scaled_steps(
         sized = scenario.model_copy(update={"gpus": int(gpus), "generation": section, "training": training, "draws": 1})
         try:
             out.append((int(gpus), project(sized, bench).step_s))
-        except (CapacityError, ConfigError):
+        except (CapacityError, LayoutError):
             continue
     return out
 
@@ -131,7 +144,8 @@ def figures(outcome: Outcome, bench: Workbench) -> dict[str, Figure]:
     """All pictures of an outcome by title."""
     scenario = outcome.projection.scenario
     out = {"Stages": stacked_stages(outcome), "Live rows in time": live_rows(outcome)}
-    if scenario.speculation is not None and scenario.speculation.method != "ngram":
+    section = scenario.speculation
+    if section is not None and section.method != "ngram" and draft_lengths(scenario):
         out["Rollout speedup by draft length and acceptance"] = heat_map(scenario, bench)
     out["Step time by GPUs"] = scaling(scenario, bench)
     return out
@@ -152,7 +166,7 @@ def write_html(outcome: Outcome, path: Path, bench: Workbench) -> None:
     )
     parts.append(f"<h2>One round</h2><table><tr><th>operator</th><th>ms</th><th>served by</th></tr>{rows}</table>")
     settings = html.escape(scenario.model_dump_json(indent=2, exclude_defaults=True))
-    parts.append(f"<h2>Scenario</h2><pre>{settings}</pre><p>{html.escape(TABLE_NOTE)}</p>")
+    parts.append(f"<h2>Scenario</h2><pre>{settings}</pre><p>{html.escape(source_note(scenario))}</p>")
     style = "body{font:15px sans-serif;max-width:60em;margin:2em auto}td,th{padding:2px 12px;text-align:left}"
     style += "img{max-width:100%}"
     page = f'<!doctype html><meta charset="utf-8"><title>{html.escape(scenario.name)}</title><style>{style}</style>'

@@ -11,23 +11,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 from scipy.stats import qmc
 
-from leadout.errors import CapacityError, ConfigError
+from leadout.errors import CapacityError, LayoutError
 from leadout.records import Stage
+from leadout.sim.profile import load_profile
 from leadout.sim.project import Projection, project
-from leadout.sim.ranges import NO_DIFFERENCE, active_inputs, between, set_value
+from leadout.sim.ranges import active_inputs, between, set_value
+from leadout.sim.resolve import resolve_gpu, resolve_tables
 from leadout.sim.scenario import Scenario
 from leadout.sim.sections import Pipeline, Speculation
-from leadout.sim.setup import Workbench
+from leadout.sim.setup import Workbench, acceptance_law, engine_terms, length_law
+from leadout.sim.shapes import draft_shape, find_model
 
 TENSOR_PARALLEL = (1, 2, 4, 8, 16)
 DRAFT_LENGTHS: tuple[int | str, ...] = (0, 1, 3, 5, 7, "auto")
 SHARES = (0.5, 0.625, 0.75, 0.875)
 PAIRED_DRAWS = 10
+
+Refusal = CapacityError | LayoutError
+"""Why a layout is no candidate: it does not fit, or does not divide the model. Other errors are of the input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,23 +85,15 @@ class Plan:
 
 
 def plan(scenario: Scenario, max_lag: int = 2) -> Plan:
-    """Search; raises CapacityError when nothing fits."""
-    bench, refused = Workbench(), 0
-    lean = scenario.model_copy(update={"draws": 1})
-    tried: list[Candidate] = []
-    for variant in _colocated(lean):
-        found = _try(variant, bench)
-        refused += found is None
-        if found is not None:
-            tried.append(found)
+    """Search; raises what `simulate` would raise on the same input, and CapacityError when nothing fits."""
+    check_input(scenario)
+    bench, lean = Workbench(), scenario.model_copy(update={"draws": 1})
+    tried, refusals = _search(_colocated(lean), bench)
     layouts = sorted(tried, key=lambda item: item.step_s)
-    for variant in _separate(lean, layouts, max_lag):
-        found = _try(variant, bench)
-        refused += found is None
-        if found is not None:
-            tried.append(found)
+    more, others = _search(_separate(lean, layouts, max_lag), bench)
+    tried, refusals = [*tried, *more], [*refusals, *others]
     if not tried:
-        raise CapacityError(f"no layout of {scenario.model} fits {scenario.gpus} GPUs; use more or larger ones")
+        raise _nothing(scenario, refusals)
     tried.sort(key=lambda item: item.step_s)
     best, runner_up = tried[0], _runner_up(tried)
     low, middle, high = _paired(best.scenario, runner_up.scenario, bench)
@@ -110,21 +105,64 @@ def plan(scenario: Scenario, max_lag: int = 2) -> Plan:
         runner_up=runner_up,
         ratio=(middle, low, high),
         tried=tuple(tried),
-        refused=refused,
+        refused=len(refusals),
         reasons=tuple(_reasons(best, tried)),
     )
 
 
+def check_input(scenario: Scenario) -> None:
+    """Resolve once what no layout changes: GPU, model, tables, drafter, laws, ranges; raises as `simulate` does."""
+    resolve_gpu(scenario.gpu)
+    shape = find_model(scenario.model)
+    resolve_tables(scenario.tables)
+    section = scenario.speculation or Speculation()
+    draft_shape(section.method, shape, section.draft_vocab, section.model)
+    engine_terms(scenario)
+    length_law(scenario)
+    acceptance_law(section)
+    if scenario.profile is not None:
+        load_profile(scenario.profile)
+    active_inputs(scenario.model_copy(update={"speculation": section}))
+
+
+def _search(variants: Iterable[Scenario], bench: Workbench) -> tuple[list[Candidate], list[Refusal]]:
+    """Candidates, and why the other variants are none."""
+    found = [_try(variant, bench) for variant in variants]
+    return (
+        [item for item in found if isinstance(item, Candidate)],
+        [item for item in found if not isinstance(item, Candidate)],
+    )
+
+
+def _nothing(scenario: Scenario, refusals: list[Refusal]) -> Refusal:
+    """The error when no variant can run: the last one that does not fit, else the first that does not divide."""
+    unfit = [item for item in refusals if isinstance(item, CapacityError)]
+    if not unfit:
+        return refusals[0]
+    return CapacityError(f"no layout of {scenario.model} fits {scenario.gpus} GPUs; the last one tried: {unfit[-1]}")
+
+
+def _draft_lengths(scenario: Scenario) -> tuple[int | str, ...]:
+    """Draft lengths to try: of a calibrated machine those that were measured."""
+    if scenario.profile is None:
+        return DRAFT_LENGTHS
+    section = scenario.speculation or Speculation()
+    return (*load_profile(scenario.profile).draft_lengths(section.method), "auto")
+
+
 def _with_k(scenario: Scenario, k: int | str) -> Scenario:
     if k == 0:
-        return scenario.model_copy(update={"speculation": None})
+        kept = {field: ends for field, ends in scenario.ranges.items() if not field.startswith("speculation.")}
+        return scenario.model_copy(update={"speculation": None, "ranges": kept})
     section = scenario.speculation or Speculation()
     return scenario.model_copy(update={"speculation": section.model_copy(update={"num_speculative_tokens": k})})
 
 
 def _colocated(scenario: Scenario) -> Iterable[Scenario]:
-    for tp in TENSOR_PARALLEL:
-        if scenario.gpus % tp:
+    # A calibrated machine was measured in one layout.
+    sizes = TENSOR_PARALLEL if scenario.profile is None else (scenario.generation.tensor_parallel,)
+    for tp in sizes:
+        if scenario.gpus % tp and scenario.profile is None:
             continue
         generation = scenario.generation.model_copy(update={"gpus": None, "tensor_parallel": tp, "data_parallel": 1})
         shared = scenario.model_copy(
@@ -135,11 +173,11 @@ def _colocated(scenario: Scenario) -> Iterable[Scenario]:
                 "refit": scenario.refit.model_copy(update={"method": None}),
             }
         )
-        yield from (_with_k(shared, k) for k in DRAFT_LENGTHS)
+        yield from (_with_k(shared, k) for k in _draft_lengths(scenario))
 
 
 def _separate(scenario: Scenario, layouts: list[Candidate], max_lag: int) -> Iterable[Scenario]:
-    if not layouts or scenario.gpus < 2:
+    if not layouts or scenario.gpus < 2 or scenario.profile is not None:
         return
     tp = layouts[0].scenario.generation.tensor_parallel
     fastest = next((item for item in layouts if item.scenario.speculation is not None), layouts[0])
@@ -164,11 +202,11 @@ def _separate(scenario: Scenario, layouts: list[Candidate], max_lag: int) -> Ite
                 yield _with_k(base, length)
 
 
-def _try(scenario: Scenario, bench: Workbench, *, quick: bool = False) -> Candidate | None:
+def _try(scenario: Scenario, bench: Workbench, *, quick: bool = False) -> Candidate | Refusal:
     try:
         return Candidate(projection=project(scenario, bench, quick=quick))
-    except (CapacityError, ConfigError):
-        return None
+    except (CapacityError, LayoutError) as refusal:
+        return refusal
 
 
 def _runner_up(tried: list[Candidate]) -> Candidate:
@@ -192,8 +230,9 @@ def _paired(one: Scenario, other: Scenario, bench: Workbench) -> tuple[float, fl
                 if item.field in own:
                     scenario = set_value(scenario, item.field, between(item, float(u), scenario))
             pair.append(_try(scenario, bench, quick=True))
-        if pair[0] is not None and pair[1] is not None:
-            ratios.append(pair[1].step_s / pair[0].step_s)
+        here, there = pair
+        if isinstance(here, Candidate) and isinstance(there, Candidate):
+            ratios.append(there.step_s / here.step_s)
     low, middle, high = np.quantile(ratios, (0.05, 0.5, 0.95)) if ratios else (1.0, 1.0, 1.0)
     return float(low), float(middle), float(high)
 
@@ -229,56 +268,3 @@ def _differs_only_in_k(one: Scenario, other: Scenario) -> bool:
     return (
         one.generation == other.generation and one.pipeline == other.pipeline and one.speculation != other.speculation
     )
-
-
-def conclusion(found: Plan) -> str:
-    """How sure the choice is."""
-    middle, low, high = found.ratio
-    if low <= 1.0 <= high:
-        return f"runner-up against best: {middle:.2f}x the step ({low:.2f} - {high:.2f}): {NO_DIFFERENCE}"
-    return f"runner-up against best: {middle:.2f}x the step ({low:.2f} - {high:.2f})"
-
-
-def render_plan(found: Plan) -> Group:
-    """The recommendation for a terminal."""
-    table = Table(title="layouts tried, fastest first", title_justify="left")
-    for name in ("step s", "rollout s", "tokens/s/GPU", "layout"):
-        table.add_column(name, justify="left" if name == "layout" else "right")
-    for item in found.tried[:10]:
-        table.add_row(
-            f"{item.step_s:.1f}",
-            f"{item.projection.rollout_s:.1f}",
-            f"{item.projection.tokens_per_gpu_second:,.0f}",
-            item.label,
-        )
-    lines = [
-        f"recommended: {found.best.label}: {found.best.step_s:.1f} s a step",
-        f"runner-up:   {found.runner_up.label}: {found.runner_up.step_s:.1f} s a step",
-        conclusion(found),
-        *(f"- {reason}" for reason in found.reasons),
-        f"{len(found.tried)} layouts projected, {found.refused} refused (memory, or do not divide the model)",
-    ]
-    return Group(table, *(Text(line) for line in lines))
-
-
-def plan_json(found: Plan) -> dict[str, object]:
-    """The recommendation, JSON-serialisable."""
-
-    def one(item: Candidate) -> dict[str, object]:
-        return {
-            "label": item.label,
-            "step_s": item.step_s,
-            "rollout_s": item.projection.rollout_s,
-            "scenario": item.scenario.model_dump(mode="json", exclude_defaults=True),
-        }
-
-    middle, low, high = found.ratio
-    return {
-        "recommended": one(found.best),
-        "runner_up": one(found.runner_up),
-        "ratio": {"middle": middle, "low": low, "high": high},
-        "conclusion": conclusion(found),
-        "reasons": list(found.reasons),
-        "tried": [one(item) for item in found.tried],
-        "refused": found.refused,
-    }

@@ -14,6 +14,7 @@ from leadout.records import Stage
 from leadout.sim.kernel_tables import Served
 from leadout.sim.project import Projection
 from leadout.sim.ranges import STAGE_ORDER, Range, verdict
+from leadout.sim.scenario import Scenario
 
 TABLE_NOTE = (
     "kernel times: aiconfigurator-core 0.12.0, vLLM 0.24.0 (A100: 0.14.0), NCCL 2.29.2; `fp8` rows stand for block-FP8"
@@ -27,6 +28,11 @@ class Outcome:
     projection: Projection
     plain: Projection
     ranges: Mapping[str, Range]
+
+
+def source_note(scenario: Scenario) -> str:
+    """Where the seconds of rounds come from."""
+    return TABLE_NOTE if scenario.profile is None else f"seconds of rounds and stages: profile {scenario.profile}"
 
 
 def served_shares(projection: Projection) -> dict[Served, float]:
@@ -46,7 +52,10 @@ def cost_lines(outcome: Outcome) -> list[str]:
     if scenario.price_per_gpu_hour is not None:
         hourly = scenario.price_per_gpu_hour * scenario.gpus
         cost, before = (100 * p.step_s / 3600 * hourly for p in (projection, plain))
-        lines.append(f"100 steps: {cost:,.2f} with speculation, {before:,.2f} plain, saved {before - cost:,.2f}")
+        if scenario.speculation is None:
+            lines.append(f"100 steps: {cost:,.2f}")
+        else:
+            lines.append(f"100 steps: {cost:,.2f} with speculation, {before:,.2f} plain, saved {before - cost:,.2f}")
     if scenario.speculation is not None:
         needed = outcome.ranges["round_cost"].value
         lines.append(
@@ -86,7 +95,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "recomputed_tokens": projection.recomputed_tokens,
         "busy_gpu_s": projection.busy_gpu_s,
         "idle_gpu_s": projection.idle_gpu_s,
-        "memory": asdict(projection.memory),
+        "memory": asdict(projection.memory) if projection.scenario.profile is None else None,
         "live_rows": {"seconds": times.tolist(), "rows": live.tolist()},
         "round": {
             "rows": rows,
@@ -98,7 +107,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
             ],
         },
         "served": {path.value: share for path, share in served_shares(projection).items()},
-        "sources": TABLE_NOTE,
+        "sources": source_note(projection.scenario),
     }
     if price is not None:
         out["cost_per_100_steps"] = 100 * projection.step_s / 3600 * price * projection.scenario.gpus
@@ -152,17 +161,26 @@ def round_table(projection: Projection) -> Table:
     return table
 
 
+def _memory_lines(projection: Projection) -> list[str]:
+    """The split of a GPU's memory; nothing for a calibrated machine, which is not checked for memory."""
+    memory = projection.memory
+    if projection.scenario.profile is not None:
+        return []
+    return [
+        f"memory of a generating GPU: weights {memory.weights_bytes / 1e9:.1f} GB, drafter "
+        f"{memory.drafter_bytes / 1e9:.1f}, learner {memory.learner_bytes / 1e9:.1f}, cache "
+        f"{memory.cache_bytes / 1e9:.1f} GB = {memory.cache_tokens:,.0f} tokens"
+    ]
+
+
 def render(outcome: Outcome) -> Group:
     """The whole answer for a terminal."""
     projection = outcome.projection
-    memory = projection.memory
     lines = [
         f"rollouts: {projection.tokens:,.0f} tokens, mean {projection.mean_length:.0f}, longest "
         f"{projection.max_length:.0f}; acceptance length {projection.acceptance_length:.2f}, mean k "
         f"{projection.mean_k:.2f}; {projection.tokens_per_gpu_second:,.0f} tokens/s/GPU over the step",
-        f"memory of a generating GPU: weights {memory.weights_bytes / 1e9:.1f} GB, drafter "
-        f"{memory.drafter_bytes / 1e9:.1f}, learner {memory.learner_bytes / 1e9:.1f}, cache "
-        f"{memory.cache_bytes / 1e9:.1f} GB = {memory.cache_tokens:,.0f} tokens",
+        *_memory_lines(projection),
         f"GPU-seconds: {projection.busy_gpu_s:,.0f} busy, {projection.idle_gpu_s:,.0f} idle",
         *cost_lines(outcome),
     ]
@@ -171,7 +189,7 @@ def render(outcome: Outcome) -> Group:
     if projection.recomputed_tokens:
         lines.append(f"preemption: {projection.recomputed_tokens:,.0f} tokens prefilled again a step")
     shares = ", ".join(f"{path.value} {share:.0%}" for path, share in served_shares(projection).items())
-    lines += [f"round served by: {shares}", TABLE_NOTE]
+    lines += [f"round served by: {shares}", source_note(projection.scenario)]
     return Group(stage_table(outcome), range_table(outcome), round_table(projection), *(Text(line) for line in lines))
 
 

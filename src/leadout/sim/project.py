@@ -183,6 +183,7 @@ def stage_seconds(setup: Setup, phase: RolloutPhase) -> dict[Stage, float]:
             scenario.reward.seconds_per_sample,
             scenario.reward.workers,
             overlapped=scenario.reward.overlapped,
+            rollout_seconds=phase.seconds,
         ),
         Stage.LOGPROB: passes * forward_flops(shape, tokens) / (rate * logprob_mfu),
         Stage.TRAIN: flops / (rate * mfu) + training.extra_s,

@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from leadout.clock import SimulatedClock
-from leadout.errors import DataError
+from leadout.errors import ConfigError, DataError
 from leadout.records import Stage
 from leadout.sim.kernel_tables import Floats
 from leadout.sim.project import stage_seconds
@@ -45,8 +45,18 @@ class RecordedStep:
     """Share of row-rounds by drafts made; empty where unknown."""
 
 
+def check_can_be_saved(scenario: Scenario) -> None:
+    """Raise ConfigError when a scenario cannot be written as a run folder."""
+    if scenario.pipeline.mode == "async":
+        raise ConfigError(
+            "--save-run writes stages one after another; pipeline.mode must be sync for it, got async (--json holds "
+            "the projected step)"
+        )
+
+
 def write_run(scenario: Scenario, folder: Path, steps: int = 1) -> None:
-    """Run a synchronous scenario on its simulated clock and leave a folder like a real run's."""
+    """Run a synchronous scenario on its simulated clock and leave a folder like a real run's; else ConfigError."""
+    check_can_be_saved(scenario)
     folder.mkdir(parents=True, exist_ok=True)
     setup = prepare(scenario)
     clock = SimulatedClock()

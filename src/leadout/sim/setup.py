@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from leadout.errors import CapacityError, ConfigError
+from leadout.errors import CapacityError, ConfigError, LayoutError
 from leadout.sim.acceptance import AcceptanceLaw, from_conditional, from_cumulative, from_mean_length
 from leadout.sim.attention import QueryGrowth
 from leadout.sim.curves import MAX_STRETCH
@@ -176,16 +176,24 @@ def make_layout(scenario: Scenario, gpu: Gpu) -> Layout:
     )
 
 
-def prepare(scenario: Scenario, bench: Workbench | None = None) -> Setup:
-    """Resolve a scenario; raises ConfigError or CapacityError with one line."""
-    gpu, shape = resolve_gpu(scenario.gpu), find_model(scenario.model)
-    layout = make_layout(scenario, gpu)
-    layout.check(shape)
+def check_layout(scenario: Scenario, layout: Layout, shape: ModelShape) -> None:
+    """Raise LayoutError when the layout does not divide the model or the GPUs."""
+    try:
+        layout.check(shape)
+    except ConfigError as error:
+        raise LayoutError(str(error)) from None
     if scenario.generation_gpus % layout.gpus:
-        raise ConfigError(
+        raise LayoutError(
             f"generation: {scenario.generation_gpus} GPUs do not divide into replicas of tensor_parallel x "
             f"data_parallel = {layout.gpus}"
         )
+
+
+def prepare(scenario: Scenario, bench: Workbench | None = None) -> Setup:
+    """Resolve a scenario; raises ConfigError (LayoutError among them) or CapacityError with one line."""
+    gpu, shape = resolve_gpu(scenario.gpu), find_model(scenario.model)
+    layout = make_layout(scenario, gpu)
+    check_layout(scenario, layout, shape)
     k = draft_choices(scenario.speculation)
     section = scenario.speculation if k != 0 else None  # k = 0 is the plain path, whatever drafter is named
     drafter = draft_shape(section.method, shape, section.draft_vocab, section.model) if section else None
@@ -234,6 +242,20 @@ def prepare(scenario: Scenario, bench: Workbench | None = None) -> Setup:
     )
 
 
+def _measured(profile: Profile, method: str, k: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of k that the profile has; raises ConfigError without plain rounds or without any of the drafter."""
+    known = {(grid.method, grid.k) for grid in profile.rounds}
+    choices = tuple(n for n in k if ((method if n else "none"), n) in known)
+    if 0 not in choices or len(choices) < 2:
+        missing = f"{method} at k in 1..{max(k)}" if 0 in choices else "none at k=0"
+        found = ", ".join(f"{name} k={n}" for name, n in sorted(known))
+        raise ConfigError(
+            f"speculation.num_speculative_tokens: auto chooses between plain rounds and drafts, the profile has no "
+            f"rounds of {missing}; it has {found}"
+        )
+    return choices
+
+
 NO_MEMORY = Memory(
     weights_bytes=0.0,
     drafter_bytes=0.0,
@@ -253,7 +275,7 @@ def _calibrated(
     assert scenario.profile is not None
     profile, section = load_profile(scenario.profile), scenario.speculation
     method = section.method if section is not None and k != 0 else "none"
-    choices = tuple(n for n in profile.draft_lengths(method) if n in k) if isinstance(k, tuple) else k
+    choices = _measured(profile, method, k) if isinstance(k, tuple) else k
     rows = min(engine.max_num_seqs, -(-rollouts_per_step(scenario) // (scenario.generation_gpus // layout.gpus)))
     model = ProfileModel(profile=profile, method=method)
     return Setup(

@@ -57,12 +57,19 @@ def draft_flops(drafter: DraftShape, tokens: Tokens, passes: int) -> float:
     return 6.0 * drafter.trained_params * tokens.total * passes
 
 
-def reward_seconds(samples: float, seconds_per_sample: float, workers: int, *, overlapped: bool) -> float:
-    """Exposed scoring time: everything after the rollouts, or the last wave when scored as they finish."""
-    if seconds_per_sample == 0:
-        return 0.0
-    waves = 1.0 if overlapped else float(np.ceil(samples / workers))
-    return waves * seconds_per_sample
+def reward_seconds(
+    samples: float, seconds_per_sample: float, workers: int, *, overlapped: bool, rollout_seconds: float
+) -> float:
+    """Exposed scoring time, with n samples of s seconds, W workers and a rollout stage of R seconds.
+
+    After the rollouts: ceil(n / W) s. Scored as they finish: max(s, n s / W - R + s), the last sample alone when the
+    workers keep pace with the rollouts, else what they are behind by; never more than the former.
+    """
+    serial = float(np.ceil(samples / workers)) * seconds_per_sample
+    if not overlapped:
+        return serial
+    behind = samples * seconds_per_sample / workers - rollout_seconds
+    return min(serial, seconds_per_sample + max(behind, 0.0))
 
 
 FIXED_S = {"copy": 1.0, "broadcast": 1.0, "in_flight": 0.1}
