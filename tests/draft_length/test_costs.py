@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from leadout.draft_length.costs import CostProfile, Curve, MeasuredCurve
+from leadout.draft_length.costs import CostProfile
+from leadout.draft_length.curves import Curve, MeasuredCurve
 from leadout.draft_length.pace import Levels
 from leadout.errors import ConfigError
 
