@@ -188,3 +188,17 @@ def load_profile(path: Path) -> Profile:
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def measured_choices(profile: Profile, method: str, k: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of k that the profile has; raises ConfigError without plain rounds or without any of the drafter."""
+    known = {(grid.method, grid.k) for grid in profile.rounds}
+    choices = tuple(n for n in k if ((method if n else "none"), n) in known)
+    if 0 not in choices or len(choices) < 2:
+        missing = f"{method} at k in 1..{max(k)}" if 0 in choices else "none at k=0"
+        found = ", ".join(f"{name} k={n}" for name, n in sorted(known))
+        raise ConfigError(
+            f"speculation.num_speculative_tokens: auto chooses between plain rounds and drafts, the profile has no "
+            f"rounds of {missing}; it has {found}"
+        )
+    return choices

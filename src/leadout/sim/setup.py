@@ -17,7 +17,7 @@ from leadout.sim.generate import RoundModel, Tables, make_tables
 from leadout.sim.hardware import Gpu
 from leadout.sim.lengths import LengthLaw, read_lengths
 from leadout.sim.memory import Memory, check_memory
-from leadout.sim.profile import Profile, ProfileModel, load_profile
+from leadout.sim.profile import Profile, ProfileModel, load_profile, measured_choices
 from leadout.sim.resolve import resolve_gpu, resolve_tables
 from leadout.sim.scenario import Scenario
 from leadout.sim.sections import Speculation
@@ -242,20 +242,6 @@ def prepare(scenario: Scenario, bench: Workbench | None = None) -> Setup:
     )
 
 
-def _measured(profile: Profile, method: str, k: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of k that the profile has; raises ConfigError without plain rounds or without any of the drafter."""
-    known = {(grid.method, grid.k) for grid in profile.rounds}
-    choices = tuple(n for n in k if ((method if n else "none"), n) in known)
-    if 0 not in choices or len(choices) < 2:
-        missing = f"{method} at k in 1..{max(k)}" if 0 in choices else "none at k=0"
-        found = ", ".join(f"{name} k={n}" for name, n in sorted(known))
-        raise ConfigError(
-            f"speculation.num_speculative_tokens: auto chooses between plain rounds and drafts, the profile has no "
-            f"rounds of {missing}; it has {found}"
-        )
-    return choices
-
-
 NO_MEMORY = Memory(
     weights_bytes=0.0,
     drafter_bytes=0.0,
@@ -275,7 +261,7 @@ def _calibrated(
     assert scenario.profile is not None
     profile, section = load_profile(scenario.profile), scenario.speculation
     method = section.method if section is not None and k != 0 else "none"
-    choices = _measured(profile, method, k) if isinstance(k, tuple) else k
+    choices = measured_choices(profile, method, k) if isinstance(k, tuple) else k
     rows = min(engine.max_num_seqs, -(-rollouts_per_step(scenario) // (scenario.generation_gpus // layout.gpus)))
     model = ProfileModel(profile=profile, method=method)
     return Setup(
