@@ -18,6 +18,7 @@ from scipy.stats import qmc
 
 from leadout.errors import CapacityError, ConfigError
 from leadout.records import Stage
+from leadout.sim.lengths import MAX_CV
 from leadout.sim.project import Projection, project
 from leadout.sim.resolve import resolve_gpu
 from leadout.sim.scenario import Scenario, parse
@@ -64,7 +65,14 @@ INPUTS = (
     Input(field="engine.attention_per_draft", low=0.05, high=0.25, source="FlashInfer, batch 32: .14 a draft token"),
     Input(field="engine.launch_per_layer_s", low=3.0e-4, high=9.0e-4, source="15-20 operators x 20-45 us"),
     Input(field="workload.lengths.mean", low=0.9, high=1.1, relative=True, source="assumed"),
-    Input(field="workload.lengths.cv", low=0.75, high=1.3, relative=True, source="published laws: .52-.67 thinking"),
+    Input(
+        field="workload.lengths.cv",
+        low=0.75,
+        high=1.3,
+        relative=True,
+        source="published laws: .52-.67 thinking",
+        most=MAX_CV,
+    ),
     Input(field="speculation.acceptance_scale", low=0.96, high=1.04, source="drafts of one model differ by 10 %"),
     Input(field="speculation.draft_vocab", low=32000, high=0, source="some drafters keep the policy's vocabulary"),
     Input(field="training.mfu", low=0.75, high=1.3, relative=True, source="starting points .35-.45, .25-.35", most=1.0),
