@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from leadout.errors import ConfigError, DataError
-from leadout.sim.lengths import LengthLaw, expected_max, read_lengths
+from leadout.sim.lengths import LengthLaw, cut_mean, expected_max, read_lengths
 
 
 def test_the_mean_after_the_cut_is_the_one_asked_for():
@@ -57,3 +57,46 @@ def test_a_row_without_a_length_is_named(tmp_path):
 def test_inconsistent_laws_are_refused(bad):
     with pytest.raises(ConfigError, match="lengths"):
         LengthLaw(**{"mean": 4000.0, "cv": 0.5, "cap": 8192, **bad})
+
+
+@pytest.mark.parametrize(("mean", "cv", "cap"), [(4000.0, 10.0, 8192), (8191.0, 0.55, 8192), (10.0, 6.0, 10**6)])
+def test_the_mean_is_solved_for_wide_laws_and_near_the_cap(mean, cv, cap):
+    law = LengthLaw(mean=mean, cv=cv, cap=cap)
+    assert cut_mean(law.mu, law.sigma, cap) == pytest.approx(mean, rel=1e-9)
+
+
+def test_rollouts_of_one_length_may_be_as_long_as_the_cap():
+    assert LengthLaw(mean=4096, cv=0.0, cap=4096).draw(2, 2, seed=0).tolist() == [[4096.0, 4096.0], [4096.0, 4096.0]]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"mean": 8192.0}, r"must be < cap = 8192 where cv > 0, got 8192.0 with cv 0.5"),
+        ({"cv": 55.0}, r"lengths.cv must be <= 10 \(a share of the mean, not percent\), got 55.0"),
+        ({"cv": 1e200}, r"lengths.cv must be <= 10"),
+        ({"cv": float("nan")}, r"cv >= 0"),
+    ],
+)
+def test_a_law_that_cannot_have_its_mean_is_refused_in_one_line(bad, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        LengthLaw(**{"mean": 4000.0, "cv": 0.5, "cap": 8192, **bad})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "row", ['{"length": -5}', '{"length": NaN}', '{"length": true}', "Infinity", "0", '"a\\nb"', '{"token_ids": []}']
+)
+def test_a_length_that_is_none_is_one_line_with_the_file(tmp_path, row):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f'{{"length": 7}}\n{row}\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl:2: expected a positive number") as caught:
+        read_lengths(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_lengths_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"bad\.jsonl is not a UTF-8 text file"):
+        read_lengths(path)

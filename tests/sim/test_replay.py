@@ -76,6 +76,22 @@ def test_a_profile_is_read_from_json(tmp_path):
         load_profile(tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"machine": "m", "rounds": [], "probe_s": NaN}', "probe_s: Input should be a finite number"),
+        (b"{", "Invalid JSON"),
+        (b"\xff", "Invalid JSON"),
+    ],
+)
+def test_a_profile_that_is_wrong_is_one_line_with_the_file(tmp_path, content, message):
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"profile\.json: {message}") as caught:
+        load_profile(path)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_run_folder_is_replayed_beside_its_measurements(tmp_path):
     (tmp_path / "config.yaml").write_text("rollout: {num_generations: 2, speculative_config: {method: eagle3}}\n")
     (tmp_path / "metrics.jsonl").write_text(

@@ -101,3 +101,87 @@ def test_a_gpu_file_may_override_constants(tmp_path):
     assert (gpu.table, gpu.hbm_bytes_per_s) == ("h200_sxm", 4.0e12)
     with pytest.raises(ConfigError, match="no file"):
         resolve_gpu("missing.yaml")
+
+
+SMALL = {
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1024,
+    "vocab_size": 1000,
+}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "q_lora_rank": 1536}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number >= 1, got 0"),
+        ({"hidden_size": "many"}, "hidden_size must be a whole number >= 1, got 'many'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads = 8, got 3"),
+        ({"num_experts": 16}, "has no num_experts_per_tok"),
+        ({"num_experts": 16, "num_experts_per_tok": 32}, "num_experts_per_tok must be <= 16 experts, got 32"),
+        ({**LATENT, "kv_lora_rank": 256}, "kv_lora_rank 512, .* got 256, 64 and 1536"),
+        ({**LATENT, "q_lora_rank": None}, "a q_lora_rank only, got 512, 64 and None"),
+        ({"sliding_window": 4096}, "only layers with full attention are modelled, got sliding_window 4096"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "are modelled, got sliding_attention"),
+        (
+            {"layer_types": ["linear_attention"], "full_attention_interval": 4},
+            "got linear_attention, full_attention_int",
+        ),
+        ({"mamba_d_state": 16}, "are modelled, got mamba_d_state"),
+    ],
+)
+def test_a_model_that_is_not_modelled_is_refused_in_one_line(change, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        from_hf_config({**SMALL, **change}, "tiny")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": None},
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"sliding_window": 4096, "max_position_embeddings": 4096},
+        {"layer_types": ["full_attention"] * 4, "sliding_window": 4096},
+    ],
+)
+def test_a_window_that_is_not_used_changes_nothing(change):
+    assert from_hf_config({**SMALL, **change}, "tiny") == from_hf_config(SMALL, "tiny")
+
+
+def test_latent_attention_is_read_as_deepseeks():
+    shape = from_hf_config({**SMALL, **LATENT}, "tiny")
+    assert (shape.latent, shape.q_lora, shape.head_dim) == (576, 1536, 128)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"{", "is not JSON"), (b"[1]", "must hold a mapping .* got list"), (b"\xff", "is not a UTF-8 text file")],
+)
+def test_a_config_that_is_none_is_named(tmp_path, content, message):
+    (tmp_path / "config.json").write_bytes(content)
+    for read in (find_model, lambda path: draft_shape("eagle3", MODELS["Qwen3-8B"], model=path)):
+        with pytest.raises(ConfigError, match=rf"config\.json {message}") as caught:
+            read(str(tmp_path))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("base: [H100", r"gpu\.yaml is not YAML"),
+        ("- 1\n", r"gpu\.yaml must hold a mapping, got list"),
+        ("base: H100\nhbm_bytes: abc\n", r"gpu\.hbm_bytes must be a number, got 'abc'"),
+        ("base: H100\nhbm_bytes: [1, 2]\n", r"gpu\.hbm_bytes must be a number, got \[1, 2\]"),
+        ("base: H100\nhbm_bytes: .inf\n", r"gpu\.hbm_bytes must be a finite number, got inf"),
+    ],
+)
+def test_a_gpu_file_that_is_wrong_is_one_line(tmp_path, content, message):
+    path = tmp_path / "gpu.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve_gpu(str(path))
+    assert "\n" not in str(caught.value)

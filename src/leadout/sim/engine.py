@@ -40,6 +40,8 @@ class EngineTerms:
     """n_pass: passes over float32 logits in copy, softmax and rejection."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
+    """These two are conservative: vLLM's own on an A100 and on smaller GPUs; its `LLM` class takes 1,024 and 16,384 on
+    other GPUs of 70 GiB and more."""
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     cudagraph_capture_sizes: tuple[int, ...] | None = None

@@ -36,7 +36,7 @@ class Layout:
     """None: roofline everywhere."""
     tensor_parallel: int = 1
     expert_parallel: int = 1
-    """1: experts are split like everything else."""
+    """1: every expert is split over all GPUs of the replica."""
     data_parallel: int = 1
     """Ranks with their own attention and cache that step in lockstep and share experts."""
     dtype: str = "bfloat16"
@@ -51,14 +51,25 @@ class Layout:
 
     def check(self, shape: ModelShape) -> None:
         """Raise ConfigError when the layout does not divide the model."""
-        tp = self.tensor_parallel
+        tp, dp = self.tensor_parallel, self.data_parallel
+        if dp > 1 and not shape.is_moe:
+            raise ConfigError(
+                f"generation.data_parallel must be 1 for {shape.name}, got {dp}: it is dense, so ranks share "
+                "nothing and are independent replicas, of which there are gpus / tensor_parallel"
+            )
         if tp < 1 or shape.heads % tp:
             raise ConfigError(
                 f"generation.tensor_parallel must divide {shape.heads} query heads of {shape.name}, got {tp}"
             )
-        width = shape.expert_ffn if shape.is_moe and self.expert_parallel == 1 else shape.ffn
-        if width % tp:
-            raise ConfigError(f"generation.tensor_parallel must divide the feed-forward width {width}, got {tp}")
+        whole = not shape.is_moe or shape.dense_layers > 0
+        for width in (shape.ffn if whole else 0, shape.shared_experts * shape.expert_ffn):
+            if width % tp:
+                raise ConfigError(f"generation.tensor_parallel must divide the feed-forward width {width}, got {tp}")
+        if shape.is_moe and self.expert_parallel == 1 and shape.expert_ffn % self.gpus:
+            raise ConfigError(
+                f"generation.tensor_parallel x data_parallel must divide the experts' width {shape.expert_ffn} of "
+                f"{shape.name}, got {self.gpus}; with expert_parallel = {self.gpus} whole experts are spread"
+            )
         if not shape.latent and max(shape.kv_heads, tp) % min(shape.kv_heads, tp):
             raise ConfigError(
                 f"generation.tensor_parallel must divide or be a multiple of {shape.kv_heads} key-value heads, got {tp}"

@@ -6,6 +6,7 @@ named with constants overridden (then table rows are scaled by the ratio of roof
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -139,12 +140,18 @@ def find_gpu(name: str) -> Gpu:
 
 
 def override(base: Gpu, constants: dict[str, float]) -> Gpu:
-    """`base` with constants replaced; raises ConfigError on an unknown or non-positive one."""
+    """`base` with constants replaced; raises ConfigError on an unknown one or one that no GPU can have."""
     for name, value in constants.items():
         if name not in CONSTANTS:
             raise ConfigError(f"gpu.{name} is not a constant of a GPU; known: {', '.join(CONSTANTS)}")
+        if not math.isfinite(value):
+            raise ConfigError(f"gpu.{name} must be a finite number, got {value}")
         if value <= 0:
             raise ConfigError(f"gpu.{name} must be > 0, got {value}")
+        if name.endswith("_fraction") and value > 1:
+            raise ConfigError(f"gpu.{name} is a share of the peak and must be <= 1, got {value}")
+        if name == "nvlink_domain" and value != int(value):
+            raise ConfigError(f"gpu.nvlink_domain must be a whole number of GPUs, got {value}")
     typed: dict[str, Any] = {
         name: int(value) if name == "nvlink_domain" else float(value) for name, value in constants.items()
     }

@@ -18,6 +18,11 @@ from scipy.special import ndtr, ndtri
 from leadout.errors import ConfigError, DataError
 from leadout.sim.kernel_tables import Floats
 
+MAX_CV = 10.0
+"""Largest coefficient of variation of a law; published ones lie between .5 and 1."""
+MOST_TOKENS = 1e9
+"""Longest length that is read from a file."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LengthLaw:
@@ -34,13 +39,20 @@ class LengthLaw:
     """Measured lengths to draw from instead."""
 
     def __post_init__(self) -> None:
-        if self.cap < 1 or self.cv < 0 or not 0 <= self.group_correlation <= 1:
+        if self.cap < 1 or not self.cv >= 0 or not 0 <= self.group_correlation <= 1:
             raise ConfigError(
                 "lengths: expected cap >= 1, cv >= 0, group_correlation in [0, 1]; "
                 f"got cap {self.cap}, cv {self.cv}, group_correlation {self.group_correlation}"
             )
+        if self.samples is None and self.cv > MAX_CV:
+            raise ConfigError(f"lengths.cv must be <= {MAX_CV:g} (a share of the mean, not percent), got {self.cv}")
         if not 1 <= self.mean <= self.cap:
             raise ConfigError(f"lengths.mean must lie in [1, cap] = [1, {self.cap}], got {self.mean}")
+        if self.samples is None and self.mean == self.cap and self.cv > 0:
+            raise ConfigError(
+                f"lengths.mean is taken after the cut and must be < cap = {self.cap} where cv > 0, got {self.mean} "
+                f"with cv {self.cv}; raise the cap, or set cv to 0 for rollouts of one length"
+            )
 
     @property
     def sigma(self) -> float:
@@ -52,7 +64,8 @@ class LengthLaw:
         """Mean of log L before the cut, such that E[min(L, cap)] = mean."""
         if self.sigma == 0.0 or self.mean >= self.cap:
             return float(np.log(self.mean))
-        low, high = np.log(self.mean) - 3.0, np.log(self.cap) + 12.0 * max(self.sigma, 0.1)
+        low = np.log(self.mean) - self.sigma**2 / 2 - 3.0  # E[X] is e^-3 of the mean here, and a cut only takes away
+        high = np.log(self.cap) + 12.0 * max(self.sigma, 0.1)
         return float(brentq(lambda mu: cut_mean(mu, self.sigma, self.cap) - self.mean, low, high, xtol=1e-12))
 
     def quantile(self, u: Floats) -> Floats:
@@ -80,16 +93,23 @@ def cut_mean(mu: float, sigma: float, cap: float) -> float:
 
 
 def read_lengths(path: Path) -> Floats:
-    """Lengths from JSON lines: numbers, or rows with `length`, `completion_length`, `response_length`, `token_ids`."""
+    """Lengths from JSON lines: numbers, or rows with `length`, `completion_length`, `response_length`, `token_ids`.
+
+    Raises DataError naming the file and the line when one is missing or is not a positive number of tokens.
+    """
     if not path.is_file():
         raise DataError(f"lengths.file: no such file {path}")
     found: list[float] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"lengths.file: {path} is not a UTF-8 text file") from None
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise DataError(f"{path}:{number}: expected one JSON value a line, got {line[:40]!r}") from error
         found.append(_row_length(row, path, number))
     if not found:
@@ -98,17 +118,17 @@ def read_lengths(path: Path) -> Floats:
 
 
 def _row_length(row: object, path: Path, number: int) -> float:
-    if isinstance(row, (int, float)) and row > 0:
-        return float(row)
+    found: object = row
     if isinstance(row, dict):
-        for key in ("length", "completion_length", "response_length", "num_tokens"):
-            if isinstance(row.get(key), (int, float)):
-                return float(row[key])
-        if isinstance(row.get("token_ids"), list):
-            return float(len(row["token_ids"]))
+        tokens = row.get("token_ids")
+        counted = len(tokens) if isinstance(tokens, list) else None
+        names = ("length", "completion_length", "response_length", "num_tokens")
+        found = next((row[name] for name in names if isinstance(row.get(name), int | float)), counted)
+    if isinstance(found, int | float) and not isinstance(found, bool) and 0 < found <= MOST_TOKENS:
+        return float(found)
     raise DataError(
         f"{path}:{number}: expected a positive number or a row with length, completion_length or token_ids, got "
-        f"{str(row)[:60]}"
+        f"{repr(row)[:60]}"
     )
 
 

@@ -24,7 +24,7 @@ Seconds = Annotated[float, Field(ge=0.0)]
 class RoundGrid(BaseModel):
     """Seconds of a round of one drafter at one k."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     method: str
     """none, ngram, small_model, eagle3, …"""
@@ -47,7 +47,7 @@ class RoundGrid(BaseModel):
 class Linear(BaseModel):
     """fixed_s + seconds_per_token x tokens + seconds_per_sample x samples."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     fixed_s: Seconds = 0.0
     seconds_per_token: Seconds = 0.0
@@ -61,7 +61,7 @@ class Linear(BaseModel):
 class PartTime(BaseModel):
     """One part of a round, timed by itself."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str
     """forward (with the head), sampler (laws and draws), draft (one position of the drafter), host (a plain step less
@@ -77,7 +77,7 @@ class PartTime(BaseModel):
 class DrafterTimes(BaseModel):
     """What one drafter adds to a round."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     draft: dict[int, Seconds]
     """Seconds of one draft position, by rows."""
@@ -90,7 +90,7 @@ class DrafterTimes(BaseModel):
 class Limits(BaseModel):
     """What the machine can do at most, by the best of several loops."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     read_bytes_per_s: Seconds
     """Streaming reads from memory."""
@@ -101,7 +101,7 @@ class Limits(BaseModel):
 class Profile(BaseModel):
     """A calibrated machine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     machine: str
     model: str = ""
@@ -184,10 +184,11 @@ def load_profile(path: Path) -> Profile:
     if not path.is_file():
         raise DataError(f"no calibration profile {path}; make one with `leadout bench --calibrate {path}`")
     try:
-        return Profile.model_validate_json(path.read_text())
+        return Profile.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}: {where}: {first['msg']}" if where else f"{path}: {first['msg']}") from None
 
 
 def measured_choices(profile: Profile, method: str, k: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,128 +8,23 @@ at a time from end to end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-from pydantic import BaseModel
 from scipy.stats import qmc
 
-from leadout.errors import CapacityError, ConfigError
+from leadout.errors import CapacityError
 from leadout.records import Stage
+from leadout.sim.inputs import Input, active_inputs, between, get_value, set_value
 from leadout.sim.project import Projection, project
-from leadout.sim.resolve import resolve_gpu
 from leadout.sim.scenario import Scenario
 from leadout.sim.setup import Workbench
-from leadout.sim.shapes import find_model
-from leadout.sim.stages import default_mfu
 
+__all__ = ["Input", "active_inputs", "between", "get_value", "set_value"]
+"""Of `inputs`, for those who come here for ranges."""
 DRAWS = 24
 LEVELS = (0.05, 0.95)
-GIVEN = (0.9, 1.11)
-"""Range of a constant that the scenario states or a baseline fitted, in units of its value."""
 NO_DIFFERENCE = "no difference this model can see"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Input:
-    """An uncertain input: a scenario field, its range, and where the range comes from."""
-
-    field: str
-    low: float
-    high: float
-    relative: bool = False
-    """Range in units of the scenario's own value."""
-    source: str = ""
-
-
-INPUTS = (
-    Input(field="engine.kernel_scale", low=0.92, high=1.15, source="nine H100 points; engine versions differ by 1.25"),
-    Input(field="engine.host_per_layer_s", low=0.6, high=2.5, relative=True, source="24 us a layer; BLIS fits 32"),
-    Input(field="engine.host_per_row_s", low=0.7, high=4.0, relative=True, source="0.01-0.03 ms a sequence"),
-    Input(field="engine.draft_host_s", low=1.0e-4, high=1.2e-3, source="one graph for the loop to a Python loop"),
-    Input(field="engine.attention_per_draft", low=0.05, high=0.25, source="FlashInfer, batch 32: .14 a draft token"),
-    Input(field="engine.launch_per_layer_s", low=3.0e-4, high=9.0e-4, source="15-20 operators x 20-45 us"),
-    Input(field="workload.lengths.mean", low=0.9, high=1.1, relative=True, source="assumed"),
-    Input(field="workload.lengths.cv", low=0.75, high=1.3, relative=True, source="published laws: .52-.67 thinking"),
-    Input(field="speculation.acceptance_scale", low=0.96, high=1.04, source="drafts of one model differ by 10 %"),
-    Input(field="speculation.draft_vocab", low=32000, high=0, source="some drafters keep the policy's vocabulary"),
-    Input(field="training.mfu", low=0.75, high=1.3, relative=True, source="starting points .35-.45, .25-.35"),
-    Input(field="refit.fixed_s", low=0.5, high=3.0, source="published refits of one model differ by 2"),
-    Input(field="refit.bandwidth_fraction", low=0.2, high=0.6, source="20-40 % of a link; newer transports more"),
-)
-"""Default ranges; a scenario's `ranges` section replaces or adds to them, in absolute values."""
-
-
-def get_value(scenario: Scenario, dotted: str) -> Any:
-    """Value of a dotted field; None when a section on the way is absent."""
-    node: Any = scenario
-    for part in dotted.split(".") if dotted else ():
-        if node is None:
-            return None
-        if not isinstance(node, BaseModel) or part not in type(node).model_fields:
-            raise ConfigError(f"ranges: unknown field {dotted}")
-        node = getattr(node, part)
-    return node
-
-
-def _is_set(scenario: Scenario, dotted: str) -> bool:
-    """Whether the scenario moves this field off its default (by hand or by a fit)."""
-    *parents, leaf = dotted.split(".")
-    node = get_value(scenario, ".".join(parents))
-    return isinstance(node, BaseModel) and getattr(node, leaf) != type(node).model_fields[leaf].default
-
-
-def set_value(scenario: Scenario, dotted: str, value: object) -> Scenario:
-    """Copy of the scenario with one dotted field replaced; whole-number fields take the nearest one."""
-
-    def replaced(node: BaseModel, parts: list[str]) -> BaseModel:
-        head, *rest = parts
-        present = getattr(node, head)
-        new = round(value) if isinstance(present, int) and isinstance(value, float) else value
-        inner = new if not rest else replaced(present, rest)
-        return node.model_copy(update={head: inner})
-
-    out = replaced(scenario, dotted.split("."))
-    assert isinstance(out, Scenario)
-    return out
-
-
-def active_inputs(scenario: Scenario) -> list[Input]:
-    """Ranges in absolute values, of the fields this scenario has."""
-    chosen: dict[str, Input] = {}
-    for item in INPUTS:
-        value = get_value(scenario, item.field)
-        if item.field == "training.mfu" and value is None:
-            value = default_mfu(resolve_gpu(scenario.gpu), find_model(scenario.model))
-        if item.field.startswith("speculation.") and scenario.speculation is None:
-            continue
-        if item.field == "speculation.draft_vocab":
-            section = scenario.speculation
-            if section is None or section.method != "eagle3" or section.draft_vocab is not None:
-                continue
-            item = replace(item, high=float(find_model(scenario.model).vocab))
-        if item.field.startswith("workload.lengths") and scenario.workload.lengths.file is not None:
-            continue
-        if item.field == "refit.fixed_s" and scenario.refit.method == "in_flight":
-            continue
-        given = _is_set(scenario, item.field) and not item.field.startswith("workload.")
-        if given and value:
-            item = replace(item, low=GIVEN[0], high=GIVEN[1], relative=True, source="given in the scenario")
-        if item.relative:
-            if not value:
-                continue
-            item = replace(item, low=item.low * value, high=item.high * value, relative=False)
-        chosen[item.field] = item
-    for field, (low, high) in scenario.ranges.items():
-        if get_value(scenario, field.rpartition(".")[0]) is None:
-            raise ConfigError(f"ranges.{field}: the scenario has no section {field.rpartition('.')[0]}")
-        if not isinstance(get_value(scenario, field), (int, float, type(None))):
-            raise ConfigError(f"ranges.{field}: expected the name of a number")
-        if low > high:
-            raise ConfigError(f"ranges.{field}: expected low <= high, got {low} > {high}")
-        chosen[field] = Input(field=field, low=low, high=high, source="given")
-    return list(chosen.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,16 +102,6 @@ def _range(
     }
     widest = sorted(spreads.items(), key=lambda pair: -pair[1])[:3]
     return Range(value=value, low=min(float(low), value), high=max(float(high), value), widest=tuple(widest))
-
-
-def between(item: Input, u: float, scenario: Scenario) -> float:
-    """The value at level u of an input's range: logarithmic where the range is positive, one of two vocabularies."""
-    if item.field == "speculation.draft_vocab":
-        return round(item.low if u < 0.5 else item.high)
-    value = float(item.low * (item.high / item.low) ** u) if item.low > 0 else item.low + u * (item.high - item.low)
-    if item.field == "workload.lengths.mean":
-        return min(value, 0.97 * scenario.workload.lengths.cap)
-    return value
 
 
 def _ends(scenario: Scenario, item: Input, bench: Workbench) -> tuple[dict[str, float], ...]:

@@ -5,27 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
 from leadout.errors import ConfigError
 from leadout.sim.hardware import CONSTANTS, GPUS, Gpu, find_gpu, override
 from leadout.sim.kernel_tables import KernelTables, shipped_tables
+from leadout.sim.scenario import read_mapping
 
 
 def resolve_gpu(value: str | Mapping[str, float | str]) -> Gpu:
-    """A GPU by name, by name with overrides, whole, or from a YAML file of either."""
+    """A GPU by name, by name with overrides, whole, or from a YAML file of either; raises ConfigError with one line."""
+    given: Mapping[str, object]
     if isinstance(value, str):
         path = Path(value)
         if path.suffix not in (".yaml", ".yml", ".json"):
             return find_gpu(value)
         if not path.is_file():
             raise ConfigError(f"gpu: no file {path}; name one of {', '.join(GPUS)} or a YAML file of constants")
-        read = yaml.safe_load(path.read_text())
-        if not isinstance(read, dict):
-            raise ConfigError(f"gpu: {path} must hold a mapping of constants")
-        value = read
-    given = {str(key): item for key, item in value.items()}
-    constants = {key: float(item) for key, item in given.items() if key not in ("base", "name")}
+        given = read_mapping(path)
+    else:
+        given = dict(value)
+    constants = {key: _number(key, item) for key, item in given.items() if key not in ("base", "name")}
     if "base" in given:
         return override(find_gpu(str(given["base"])), constants)
     missing = [name for name in CONSTANTS if name not in constants and name != "kernel_floor_s"]
@@ -33,6 +31,16 @@ def resolve_gpu(value: str | Mapping[str, float | str]) -> Gpu:
         raise ConfigError(f"gpu: name a `base` ({', '.join(GPUS)}) or give all of: {', '.join(missing)}")
     blank = override(find_gpu("H100"), constants)
     return Gpu(name=str(given.get("name", "custom")), table=None, **{name: getattr(blank, name) for name in CONSTANTS})
+
+
+def _number(name: str, value: object) -> float:
+    """A constant as a number; YAML reads 1e11 as text, so text that is a number will do."""
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (ValueError, OverflowError):
+            pass
+    raise ConfigError(f"gpu.{name} must be a number, got {value!r}")
 
 
 def resolve_tables(name: str) -> KernelTables | None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from leadout.errors import ConfigError
 from leadout.sim.sections import (
     Baseline,
+    Count,
     Engine,
     Generation,
     NonNegative,
     Pipeline,
-    Positive,
     Precision,
     Refit,
     Reward,
@@ -39,7 +40,7 @@ class Scenario(Section):
     """Kernel times: of the package, the full ones of the extra, or roofline."""
     profile: Path | None = None
     """A machine measured by `leadout bench --calibrate`, in place of GPU, tables and engine constants."""
-    gpus: Positive = 8
+    gpus: Count = 8
     precision: Precision = Precision()
     workload: Workload = Workload()
     speculation: Speculation | None = None
@@ -55,7 +56,7 @@ class Scenario(Section):
     """Ranges of inputs in place of the stated ones: dotted name to (low, high)."""
     baseline: Baseline | None = None
     seed: Annotated[int, Field(ge=0)] = 0
-    draws: Positive = 3
+    draws: Count = 3
     """Independent draws of the lengths that are averaged."""
 
     @property
@@ -75,10 +76,25 @@ class Scenario(Section):
             return self.training.gpus
         return self.gpus - self.generation_gpus if self.separate else self.gpus
 
+    @field_validator("gpu", mode="before")
+    @classmethod
+    def _name_or_constants(cls, value: object) -> object:
+        if isinstance(value, dict):
+            for name, item in value.items():
+                if isinstance(item, bool) or not isinstance(item, int | float | str):
+                    raise ValueError(f"{name} must be a number, got {item!r}")
+                if isinstance(item, float) and not math.isfinite(item):
+                    raise ValueError(f"{name} must be a finite number, got {item!r}")
+        elif not isinstance(value, str):
+            raise ValueError(f"expected a name or a mapping of constants, got {value!r}")
+        return value
+
     @model_validator(mode="after")
     def _agree(self) -> Scenario:
         if self.generation_gpus > self.gpus:
             raise ValueError(f"generation.gpus must be <= gpus = {self.gpus}, got {self.generation_gpus}")
+        if self.training_gpus > self.gpus:
+            raise ValueError(f"training.gpus must be <= gpus = {self.gpus}, got {self.training_gpus}")
         if self.separate and self.generation_gpus + self.training_gpus > self.gpus:
             raise ValueError(
                 f"generation.gpus + training.gpus must be <= gpus = {self.gpus}, got "
@@ -103,6 +119,8 @@ def _one_line(error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         return f"{where}: unknown field; known here: {', '.join(_known(first['loc']))}"
+    if first["type"] == "value_error":  # our own words, which say what came
+        return f"{where}: {message}" if first["loc"] else message
     more = f" ({len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
     return f"{where}: {message}, got {first['input']!r}{more}" if first["loc"] else f"{message}{more}"
 
@@ -138,7 +156,10 @@ def apply_overrides(data: dict[str, object], overrides: list[str]) -> dict[str, 
                 child = {} if child is None else {"base": child} if parent == "gpu" else {}
                 node[parent] = child
             node = child
-        node[leaf] = yaml.safe_load(text)
+        try:
+            node[leaf] = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+            raise ConfigError(f"override {path}: expected a YAML value, got {text!r} ({_first_line(error)})") from None
     return merged
 
 
@@ -150,10 +171,23 @@ def load(path: Path, overrides: list[str] | None = None) -> Scenario:
     """Read a scenario file; raises ConfigError when it is not there or does not validate."""
     if not path.is_file():
         raise ConfigError(f"no scenario file {path}")
+    return parse(apply_overrides(read_mapping(path), overrides or []))
+
+
+def read_mapping(path: Path) -> dict[str, object]:
+    """The mapping in a YAML (or JSON) file; raises ConfigError with one line naming the file when it holds none."""
     try:
-        data = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a UTF-8 text file") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path} is not YAML: {_first_line(error)}") from None
+    if data is None:
+        return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping, got {type(data).__name__}")
-    return parse(apply_overrides(data, overrides or []))
+    return {str(key): value for key, value in data.items()}
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

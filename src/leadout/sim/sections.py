@@ -1,6 +1,7 @@
 """Sections of a scenario: every knob with its default, unknown keys refused.
 
-Units stand in the names: `_s` seconds, `_bytes`, lengths in tokens. Engine names are vLLM's with vLLM's defaults.
+Units stand in the names: `_s` seconds, `_bytes`, lengths in tokens. Engine names are vLLM's; where a
+default is not, its docstring says so.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
+from leadout.config import MOST_ROLLOUTS
+from leadout.sim.lengths import MAX_CV
+
+Positive = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+"""Of what takes memory or time by the piece."""
 NonNegative = Annotated[float, Field(ge=0.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Dtype = Literal["bfloat16", "fp8"]
 
 
 class Section(BaseModel):
-    """Immutable, unknown keys refused."""
+    """Immutable, unknown keys refused, numbers finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class Precision(Section):
@@ -36,7 +42,7 @@ class Lengths(Section):
 
     mean: float = Field(default=4000.0, ge=1.0)
     """As a log shows it, after the cut at `cap`."""
-    cv: NonNegative = 0.55
+    cv: Annotated[float, Field(ge=0.0, le=MAX_CV)] = 0.55
     """Of the law before the cut: about .55 for reasoning models, 1.0 for base models."""
     cap: Positive = 8192
     group_correlation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.3
@@ -47,14 +53,24 @@ class Lengths(Section):
 class Workload(Section):
     """What a step generates."""
 
-    num_prompts: Positive = 64
-    num_generations: Positive = 16
+    num_prompts: Count = 64
+    num_generations: Count = 16
     prompt_length: NonNegative = 250.0
     prefix_cache: bool = True
     """A group shares the prefill of its prompt."""
     lengths: Lengths = Lengths()
-    share_without_signal: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    share_without_signal: Annotated[float, Field(ge=0.0, lt=0.99)] = 0.0
     """Dynamic sampling: share of groups with equal rewards, drawn again; costs 1 / (1 - share) as many groups."""
+
+    @model_validator(mode="after")
+    def _countable(self) -> Workload:
+        rollouts = self.num_prompts * self.num_generations / (1.0 - self.share_without_signal)
+        if rollouts > MOST_ROLLOUTS:
+            raise ValueError(
+                "num_prompts x num_generations / (1 - share_without_signal) must be <= "
+                f"{MOST_ROLLOUTS:,} rollouts a step, got {rollouts:,.0f}"
+            )
+        return self
 
 
 class Acceptance(Section):
@@ -66,7 +82,7 @@ class Acceptance(Section):
     """Share of rounds that accepted at least j (vLLM's per-position rates)."""
     mean_length: float | None = None
     """vLLM's mean acceptance length at `at_k`, bonus counted."""
-    at_k: Positive = 3
+    at_k: Annotated[int, Field(ge=1, le=64)] = 3
     rate: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """One number: a_1."""
     decay: Share = 1.0
@@ -98,7 +114,8 @@ class Speculation(Section):
     acceptance_scale: Annotated[float, Field(gt=0.0)] = 1.0
     """Factor on every acceptance rate."""
     drafter_age: NonNegative = 0.0
-    """Versions since the drafter learnt, beyond the lag of the pipeline."""
+    """Versions between the policy that generates and the one the drafter last learnt from. The lag of the pipeline adds
+    none: both reach the generators in one update."""
 
 
 class Generation(Section):
@@ -108,7 +125,7 @@ class Generation(Section):
     """GPUs that generate; null: all of them, shared with training."""
     tensor_parallel: Positive = 1
     data_parallel: Positive = 1
-    """Ranks with their own attention that step in lockstep and share experts."""
+    """Ranks with their own attention that step in lockstep and share experts; of a dense model, take more replicas."""
     expert_parallel: Positive = 1
     moe_routing: Literal["power_law_1.2", "balanced"] = "power_law_1.2"
     moe_kernel: Literal["default", "triton"] = "default"
@@ -118,7 +135,10 @@ class Engine(Section):
     """vLLM's engine arguments, and constants of the host."""
 
     max_num_seqs: Positive = 256
+    """Rows a rank runs at once. Conservative: vLLM's own default on an A100 and on smaller GPUs; its `LLM` class takes
+    1,024 on other GPUs of 70 GiB and more."""
     max_num_batched_tokens: Positive = 8192
+    """Largest chunk of a prefill. Conservative in the same way; there `LLM` takes 16,384."""
     gpu_memory_utilization: Share = 0.9
     cudagraph_capture_sizes: tuple[Positive, ...] | None = None
     enforce_eager: bool = False

@@ -6,12 +6,12 @@ K experts per token. Sources: the models' public config.json files and SpecForge
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from leadout.errors import ConfigError, ModelError
+from leadout.sim.hf_config import LATENT_RANK, LATENT_ROPE, check_layers, latent_rank, read_config, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,9 @@ class ModelShape:
     def attention_params(self) -> float:
         """Parameters of one layer's attention projections."""
         if self.latent:
-            rope = self.latent - 512
+            rope = self.latent - LATENT_RANK
             query = self.hidden * self.q_lora + self.q_lora * self.heads * (self.head_dim + rope)
-            key_value = self.hidden * self.latent + 512 * self.heads * (self.head_dim + self.v_head_dim)
+            key_value = self.hidden * self.latent + LATENT_RANK * self.heads * (self.head_dim + self.v_head_dim)
             return query + key_value + self.heads * self.v_head_dim * self.hidden
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
@@ -203,47 +203,55 @@ def find_model(name: str) -> ModelShape:
         path = path / "config.json"
     if not path.is_file():
         raise ConfigError(f"model must be one of {', '.join(MODELS)} or a config.json, got {name!r}")
-    return from_hf_config(json.loads(path.read_text()), name=path.parent.name or path.stem)
+    return from_hf_config(read_config(path), name=path.parent.name or path.stem)
 
 
 def from_hf_config(config: Mapping[str, object], name: str) -> ModelShape:
-    """Read a Hugging Face config; raises ModelError when a needed field is missing."""
+    """Read a Hugging Face config; raises ModelError when a field is missing or the model is of a kind not modelled."""
     inner = config.get("text_config")
     if isinstance(inner, dict):
         config = inner
+    check_layers(config, name)
 
-    def number(*keys: str, default: int | None = None) -> int:
-        for key in keys:
-            value = config.get(key)
-            if isinstance(value, (int, float)):
-                return int(value)
-        if default is None:
-            raise ModelError(f"the config of {name} has no {keys[0]}; is it a decoder-only language model?")
-        return default
+    def number(*keys: str, default: int | None = None, least: int = 1) -> int:
+        return whole(config, name, keys, default, least)
 
     heads = number("num_attention_heads")
     hidden = number("hidden_size")
-    experts = number("num_experts", "n_routed_experts", "num_local_experts", default=0)
-    latent = number("kv_lora_rank", default=0)
-    return ModelShape(
+    experts = number("num_experts", "n_routed_experts", "num_local_experts", default=0, least=0)
+    latent = latent_rank(config, name)
+    shape = ModelShape(
         name=name,
         layers=number("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=number("num_key_value_heads", default=heads),
-        head_dim=number("qk_nope_head_dim", "head_dim", default=hidden // heads),
+        head_dim=number("qk_nope_head_dim", "head_dim", default=max(1, hidden // heads)),
         ffn=number("intermediate_size"),
         vocab=number("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
-        experts_per_token=number("num_experts_per_tok", default=0),
-        expert_ffn=number("moe_intermediate_size", "intermediate_size", default=0) if experts else 0,
-        shared_experts=number("n_shared_experts", default=0),
-        dense_layers=number("first_k_dense_replace", default=0) if experts else 0,
-        latent=latent + number("qk_rope_head_dim", default=0) if latent else 0,
-        q_lora=number("q_lora_rank", default=0),
+        experts_per_token=number("num_experts_per_tok", "experts_per_token") if experts else 0,
+        expert_ffn=number("moe_intermediate_size", "intermediate_size") if experts else 0,
+        shared_experts=number("n_shared_experts", default=0, least=0),
+        dense_layers=number("first_k_dense_replace", default=0, least=0) if experts else 0,
+        latent=latent + LATENT_ROPE if latent else 0,
+        q_lora=number("q_lora_rank") if latent else 0,
         v_head_dim=number("v_head_dim", default=128),
     )
+    if shape.heads % shape.kv_heads:
+        raise ModelError(
+            f"the config of {name}: num_key_value_heads must divide num_attention_heads = {heads}, got {shape.kv_heads}"
+        )
+    if shape.experts_per_token > experts:
+        raise ModelError(
+            f"the config of {name}: num_experts_per_tok must be <= {experts} experts, got {shape.experts_per_token}"
+        )
+    if shape.dense_layers > shape.layers:
+        raise ModelError(
+            f"the config of {name}: first_k_dense_replace must be <= {shape.layers} layers, got {shape.dense_layers}"
+        )
+    return shape
 
 
 def _own_draft(method: str, path: str, vocab: int | None) -> DraftShape:
@@ -251,14 +259,12 @@ def _own_draft(method: str, path: str, vocab: int | None) -> DraftShape:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise ConfigError(f"speculation.model of {method} must be a draft folder or its config.json, got {path!r}")
-    config = json.loads(file.read_text())
-    shape = from_hf_config(config, name=file.parent.name)
-    rows = vocab or config.get("draft_vocab_size") or shape.vocab
-    states = int(config.get("num_aux_hidden_states", 3)) if method == "eagle3" else 2
+    config, name = read_config(file), file.parent.name or file.stem
+    shape = from_hf_config(config, name=name)
+    rows = vocab or whole(config, name, ("draft_vocab_size",), default=shape.vocab)
+    states = whole(config, name, ("num_aux_hidden_states",), default=3) if method == "eagle3" else 2
     inputs = 2 if method == "eagle3" else 1
-    return DraftShape(
-        method=method, model=replace(shape, vocab=int(rows)), fused_states=states, attention_inputs=inputs
-    )
+    return DraftShape(method=method, model=replace(shape, vocab=rows), fused_states=states, attention_inputs=inputs)
 
 
 def draft_shape(method: str, target: ModelShape, vocab: int | None = None, model: str | None = None) -> DraftShape:
