@@ -20,7 +20,6 @@ from leadout.train.learner import UpdateSettings
 from leadout.train.loss import LossSettings
 from tests.build.tiny_runs import model_folder, recipe, train
 from tests.equivalence.tiny_engines import (
-    MAX_LEN,
     drafted,
     eagle3_drafter,
     eagle3_head,
@@ -29,21 +28,11 @@ from tests.equivalence.tiny_engines import (
     ngram_drafter,
     ragged_requests,
 )
-from tests.models.tiny import decoder, policy
+from tests.models.tiny import policy
 from tests.train.learner_fakes import make_learner
 
 TEMPERATURE = 0.6
 LAWS = [{}, {"top_p": 0.9}, {"top_k": 12}, {"min_p": 0.05}]
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return policy("llama", torch.float64)
-
-
-@pytest.fixture(scope="module")
-def fused(llama):
-    return decoder(llama, MAX_LEN)
 
 
 def make_drafter(name, llama, fused):

@@ -11,7 +11,6 @@ import torch
 from leadout.draft_length.controller import FixedLength
 from leadout.records import Request, SamplingParams
 from tests.equivalence.tiny_engines import (
-    MAX_LEN,
     eagle3_drafter,
     engine,
     generate,
@@ -22,22 +21,11 @@ from tests.equivalence.tiny_engines import (
     tokens_of,
     trained_head,
 )
-from tests.models.tiny import decoder, policy
 
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
 LENGTH = 20
 K = 4
 NAMES = ["ngram", "eagle3", "eagle3-greedy", "small"]
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return policy("llama", torch.float64)
-
-
-@pytest.fixture(scope="module")
-def fused(llama):
-    return decoder(llama, MAX_LEN)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 
 from leadout.draft_length.controller import FixedLength, GoodputLength, RoundOutcome
 from leadout.draft_length.costs import CostProfile
@@ -24,19 +23,8 @@ from tests.equivalence.tiny_engines import (
     tokens_of,
     with_history,
 )
-from tests.models.tiny import decoder, policy
 
 NAMES = ["ngram", "history", "eagle3", "mtp", "small", "history+eagle3"]
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return policy("llama", torch.float64)
-
-
-@pytest.fixture(scope="module")
-def fused(llama):
-    return decoder(llama, MAX_LEN)
 
 
 def make_drafter(name, llama, fused):

@@ -43,16 +43,6 @@ EVERY_LENGTH = [
 
 
 @pytest.fixture(scope="module")
-def llama():
-    return policy("llama", torch.float64)
-
-
-@pytest.fixture(scope="module")
-def fused(llama):
-    return decoder(llama, MAX_LEN)
-
-
-@pytest.fixture(scope="module")
 def head(llama, fused):
     rollouts = generate(engine(fused), ragged_requests(4, 1, temperature=0.0))
     return trained_head(llama, list(rollouts.values()))

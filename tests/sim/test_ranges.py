@@ -5,16 +5,8 @@ from __future__ import annotations
 import pytest
 
 from leadout.errors import ConfigError
-from leadout.sim.ranges import (
-    NO_DIFFERENCE,
-    Range,
-    active_inputs,
-    between,
-    get_value,
-    headline_ranges,
-    set_value,
-    verdict,
-)
+from leadout.sim.inputs import active_inputs, between, get_value, set_value
+from leadout.sim.ranges import NO_DIFFERENCE, Range, headline_ranges, verdict
 from tests.sim.scenarios import small
 
 EAGLE = ("speculation.method=eagle3", "speculation.num_speculative_tokens=3")

@@ -24,9 +24,10 @@ from scipy.special import ndtr
 
 from leadout.errors import DataError
 from leadout.records import Stage
+from leadout.sim.inputs import set_value
 from leadout.sim.lengths import LengthLaw
 from leadout.sim.project import Projection, project
-from leadout.sim.ranges import plain_twin, set_value
+from leadout.sim.ranges import plain_twin
 from leadout.sim.resolve import resolve_gpu
 from leadout.sim.scenario import Scenario
 from leadout.sim.sections import Baseline

@@ -15,9 +15,9 @@ from scipy.stats import qmc
 
 from leadout.errors import CapacityError, LayoutError
 from leadout.records import Stage
+from leadout.sim.inputs import active_inputs, between, set_value
 from leadout.sim.profile import load_profile
 from leadout.sim.project import Projection, project
-from leadout.sim.ranges import active_inputs, between, set_value
 from leadout.sim.resolve import resolve_gpu, resolve_tables
 from leadout.sim.scenario import Scenario
 from leadout.sim.sections import Pipeline, Speculation

@@ -15,13 +15,11 @@ from scipy.stats import qmc
 
 from leadout.errors import CapacityError
 from leadout.records import Stage
-from leadout.sim.inputs import Input, active_inputs, between, get_value, set_value
+from leadout.sim.inputs import Input, active_inputs, between, set_value
 from leadout.sim.project import Projection, project
 from leadout.sim.scenario import Scenario
 from leadout.sim.setup import Workbench
 
-__all__ = ["Input", "active_inputs", "between", "get_value", "set_value"]
-"""Of `inputs`, for those who come here for ranges."""
 DRAWS = 24
 LEVELS = (0.05, 0.95)
 NO_DIFFERENCE = "no difference this model can see"
