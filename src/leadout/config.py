@@ -201,7 +201,7 @@ class RolloutSection(Section):
     max_num_seqs: Positive | None = None
     """Rows generated at once; null takes all of a step that fit `kv_cache_memory`."""
     kv_cache_memory: float = Field(default=4.0, gt=0.0)
-    """GiB the key-value cache may take."""
+    """GiB that the key-value cache may take, with what the drafter keeps of each row."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Of the generating engine."""
     speculative_config: SpeculativeConfig | None = SpeculativeConfig()

@@ -6,7 +6,8 @@ import pytest
 from leadout.bench.contender import interleave
 from leadout.bench.results import against_best, summarise
 from leadout.bench.statistics import Spread, ratio_of_medians
-from leadout.bench.workload import cut_prompts, long_tail_lengths
+from leadout.bench.workload import cut_prompts, long_tail, long_tail_lengths
+from leadout.errors import ConfigError
 from tests.bench.fakes import ScriptedContender, sample, workload
 
 
@@ -79,6 +80,26 @@ def test_prompts_are_different_of_one_length_and_end_where_a_text_ends():
     assert len({tuple(prompt.token_ids.tolist()) for prompt in prompts}) == 10
     assert prompts[0].token_ids[-1] == texts[0][-1]
     assert prompts[5].token_ids[-1] == texts[1][-1]
+
+
+def test_texts_that_end_alike_still_give_different_prompts():
+    prompts = cut_prompts([np.array([7, 8, 9], np.int32)] * 3, 9, 2)
+    assert [prompt.token_ids.tolist() for prompt in prompts[:5]] == [[8, 9], [7, 9], [9, 9], [7, 7], [8, 7]]
+    with pytest.raises(ConfigError, match="2 tokens do not give 10 different"):
+        cut_prompts([np.array([7, 8, 9], np.int32)] * 3, 10, 2)
+
+
+def test_prompts_that_cannot_all_differ_are_refused():
+    texts = [np.array([1, 2, 3], np.int32)] * 2
+    with pytest.raises(ConfigError, match="1 tokens do not give 8 different prompts"):
+        cut_prompts(texts, 8, 1)
+
+
+def test_long_tail_rows_are_siblings_of_the_prompts():
+    prompts = cut_prompts([np.arange(9, dtype=np.int32), np.arange(20, 31, dtype=np.int32)], 8, 4)
+    workload = long_tail(prompts)
+    assert workload.lengths == long_tail_lengths()
+    assert [prompt.id for prompt in workload.prompts] == [f"bench/{row // 8}" for row in range(64)]
 
 
 def test_long_tail_lengths_are_fixed_and_their_longest_row_is_many_medians_long():

@@ -160,6 +160,10 @@ def test_the_long_tail_is_one_cell_of_64_rows(leadout_run, policy, tmp_path):
         (("--draft", "./gone"), "--draft: expected the folder of a draft head, got ./gone, which is not there"),
         (("--set-acceptance", "0.5", "--method", "none"), "--set-acceptance needs a drafter, got --method none"),
         (("--targets", "--calibrate", "x.json"), "--targets and --calibrate are two measurements"),
+        (("--sections", "auto"), "--sections goes with --targets only"),
+        (("--targets", "--k", "3"), "--targets does not take --k; leave it out (it takes --targets, --model, --draft"),
+        (("--targets", "--repeats", "9"), "--targets does not take --repeats; leave it out"),
+        (("--calibrate", "x.json", "--against", "hf"), "--calibrate does not take --against; leave it out"),
         (("--json", "./gone/x.json"), "--json: expected a file in a folder that exists"),
         (("--context", "120"), "expected at most 128 tokens in a row, the model's context, got 184"),
     ],
@@ -168,6 +172,17 @@ def test_bad_options_are_one_line(leadout_run, policy, options, words):
     code, _, err = leadout_run("bench", "--model", policy, "--dtype", "float32", "--threads", "1", *options)
     assert (code, err.count("\n")) == (2, 1)
     assert words in err
+
+
+def test_more_rows_than_memory_holds_are_refused_before_any_is_taken(leadout_run, policy, monkeypatch):
+    class Free:
+        available = 1 << 16
+
+    monkeypatch.setattr("leadout.build.bench_machine.psutil.virtual_memory", Free)
+    options = ("--context", "8", "--new-tokens", "12", "--batch-sizes", "1,64", "--dtype", "float32", "--threads", "1")
+    code, _, err = leadout_run("bench", "--model", policy, *options)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "64 rows of 20 tokens need 0.0 GiB for caches and logits, and 0.0 GiB are free; lower --batch-sizes" in err
 
 
 def test_a_profile_can_hold_several_drafters_each_with_its_folder(leadout_run, policy, tmp_path, monkeypatch):

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from leadout.build.draft_info import draft_info
-from leadout.build.drafter import load_head, new_head
-from leadout.build.generator import make_decoder, make_generator
+from leadout.build.drafter import drafter_bytes_per_slot, load_head, new_head
+from leadout.build.generator import GIB, make_decoder, make_generator, num_slots
 from leadout.config import Dataset, Draft, RolloutSection, SpeculativeConfig
-from leadout.errors import LeadoutError, ModelError
+from leadout.errors import CapacityError, LeadoutError, ModelError
 from leadout.models.cut_layers import write_cut_model
 from leadout.models.head_io import write_head
+from leadout.models.kv import KVSlots
 from leadout.models.loading import iter_weights, read_config
 from leadout.models.spec import DecoderSpec
 from leadout.pipeline.generate import generate
@@ -82,6 +83,37 @@ def test_greedy_drafts_leave_the_tokens_of_plain_decoding(folder, method):
     chosen = {"method": method, "num_speculative_tokens": 3, "draft_sample_method": "greedy"}
     rollouts = generate(engine(folder, **chosen, **model_of(method, folder)), requests())
     assert [r.token_ids.tolist() for r in rollouts] == [r.token_ids.tolist() for r in plain]
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "small_model", "history+small_model"])
+def test_a_row_costs_the_memory_of_its_drafter_too(folder, method):
+    generator = engine(folder, method=method, **model_of(method, folder))
+    decoder = generator._parts.decoder
+    speculation = SpeculativeConfig(method=method, **model_of(method, folder))
+    head = load_head(folder / method, dict(iter_weights(folder / "policy")), method) if method == "eagle3" else None
+    small = DecoderSpec.from_config(read_config(folder / "small"))
+    of_drafter = {
+        "ngram": 0,
+        "eagle3": 8 * 2 * small.num_kv_heads * (64 + 32) * small.head_dim + 8 * (64 + 2) * (3 * small.hidden_size + 1),
+    }.get(method, KVSlots.bytes_per_slot(small, 64, torch.float64))
+    assert drafter_bytes_per_slot(speculation, decoder, head) == of_drafter
+    plain = KVSlots.bytes_per_slot(decoder.spec, 64, torch.float64)
+    section = RolloutSection(dtype="float64", kv_cache_memory=(3 * (plain + of_drafter) + 1) / GIB)
+    assert num_slots(decoder.spec, section, 8, 64, of_drafter) == 3
+
+
+def test_a_budget_that_holds_a_row_without_its_drafter_only_is_refused(folder):
+    path = folder / "policy"
+    weights = dict(iter_weights(path))
+    spec = DecoderSpec.from_config(read_config(path))
+    decoder = make_decoder(spec, weights, dtype="float64", max_len=64, device=torch.device("cpu"))
+    memory = 1.01 * KVSlots.bytes_per_slot(spec, 64, torch.float64) / GIB
+    section = RolloutSection(
+        dtype="float64", kv_cache_memory=memory, speculative_config=SpeculativeConfig(method="eagle3")
+    )
+    head = load_head(folder / "eagle3", weights, "eagle3")
+    with pytest.raises(CapacityError, match="holds no row of 64 tokens"):
+        make_generator(decoder, TextCodec.from_pretrained(path), section, num_rows=8, head=head)
 
 
 def test_a_resumed_generator_keeps_its_history(folder):

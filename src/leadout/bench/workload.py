@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
+from leadout.errors import ConfigError
 from leadout.records import IntArray, Prompt
 
-LONG_TAIL_ROWS = 64
+LONG_TAIL_ROWS, LONG_TAIL_SIBLINGS = 64, 8
 _TAIL_MEDIAN, _TAIL_SIGMA, _TAIL_MOST = 32.0, 0.8, 256
 
 
@@ -49,22 +51,41 @@ def make_prompt(token_ids: Sequence[int], index: int) -> Prompt:
 def cut_prompts(texts: Sequence[IntArray], count: int, length: int) -> tuple[Prompt, ...]:
     """`count` different prompts of exactly `length` (>= 1) tokens, each ending where a text ends.
 
-    Texts are strung together in turn, starting one further on for each prompt. From the second time around the first
-    token is another one, so that no two prompts are the same and no engine can share their prefill.
+    Texts are strung together in turn, starting one further on for each prompt. Where that gives a prompt again, its
+    first tokens are other ones, so that no two are the same and no engine can share their prefill. Raises ConfigError
+    where so few tokens do not give so many different prompts.
     """
     words = list(dict.fromkeys(token for text in texts for token in text.tolist()))
+    found: set[tuple[int, ...]] = set()
     prompts = []
     for index in range(count):
-        turn, at = divmod(index, len(texts))
+        at = index % len(texts)
         ids: list[int] = []
         while len(ids) < length:
             ids = [*texts[at].tolist(), *ids]
             at = (at - 1) % len(texts)
-        ids = ids[-length:]
-        if turn:
-            ids[0] = words[(words.index(ids[0]) + turn) % len(words)]
-        prompts.append(make_prompt(ids, index))
+        fresh = next((other for other in _variants(ids[-length:], words) if other not in found), None)
+        if fresh is None:
+            raise ConfigError(f"--context: {length} tokens do not give {count} different prompts; raise it")
+        found.add(fresh)
+        prompts.append(make_prompt(fresh, index))
     return tuple(prompts)
+
+
+def _variants(ids: Sequence[int], words: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The ids themselves, then others with another first token, then with other two first ones."""
+    yield tuple(ids)
+    for first in words:
+        yield first, *ids[1:]
+    if len(ids) > 1:
+        for second, first in product(words, words):
+            yield first, second, *ids[2:]
+
+
+def long_tail(prompts: Sequence[Prompt]) -> Workload:
+    """A step of GRPO: `LONG_TAIL_SIBLINGS` rollouts of each prompt, lengths drawn."""
+    rows = tuple(prompt for prompt in prompts for _ in range(LONG_TAIL_SIBLINGS))
+    return Workload(name="long tail", prompts=rows, lengths=long_tail_lengths(rows=len(rows)))
 
 
 def long_tail_lengths(*, rows: int = LONG_TAIL_ROWS, seed: int = 0, most: int = _TAIL_MOST) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from leadout.bench.native import NativeContender
 from leadout.bench.peers.contender import PeerContender, PeerPlan, check_peers, start_peer
 from leadout.bench.results import AUTO, PLAIN, Cell, summarise
 from leadout.bench.set_acceptance import SetAcceptance
-from leadout.bench.workload import LONG_TAIL_ROWS, Workload, long_tail_lengths
+from leadout.bench.workload import LONG_TAIL_ROWS, LONG_TAIL_SIBLINGS, Workload, long_tail, long_tail_lengths
 from leadout.build.bench_machine import BenchMachine, DrafterChoice, check_draft
 from leadout.config import BenchMethod, LeadoutSpeculation
 from leadout.draft_length.controller import FixedLength, GoodputLength
@@ -91,6 +91,7 @@ def bench(options: BenchOptions, *, tell: Tell, show: Show) -> BenchReport:
         raise ConfigError("--against hf: model.generate has one length for all rows; use --workload fixed")
     machine = BenchMachine(options.model, max_len=longest_row(options), dtype=options.dtype, threads=options.threads)
     choice = drafter_choice(options)
+    machine.check_room(choice, rows=_most_rows(options), max_len=longest_row(options), width=_widest(options))
     cells = []
     with TemporaryDirectory(prefix="leadout-bench-") as logs, ExitStack() as running:
         peers = start_peers(options, machine, Path(logs), running, tell)
@@ -111,7 +112,7 @@ def start_peers(
     options: BenchOptions, machine: BenchMachine, logs: Path, running: ExitStack, tell: Tell
 ) -> list[PeerContender]:
     """Start and load the peers asked for; `running` ends them."""
-    rows = LONG_TAIL_ROWS if options.workload == "longtail" else max(options.batch_sizes)
+    rows = _most_rows(options)
     longest = longest_row(options)
     plan = PeerPlan(
         model=machine.path,
@@ -139,6 +140,19 @@ def describe_peer(peer: PeerContender) -> dict[str, object]:
     return {"version": peer.version, "idle_seconds": idle.seconds, "idle_cpu_seconds": idle.cpu_seconds}
 
 
+def _most_rows(options: BenchOptions) -> int:
+    """Of any cell."""
+    return LONG_TAIL_ROWS if options.workload == "longtail" else max(options.batch_sizes)
+
+
+def _widest(options: BenchOptions) -> int:
+    """Tokens of a row that one pass may verify."""
+    if options.method == "none":
+        return 1
+    most = LeadoutSpeculation().max_draft_length
+    return 1 + max((most if length == AUTO else int(length) for length in options.lengths), default=0)
+
+
 def longest_row(options: BenchOptions) -> int:
     """Tokens of the longest row of any cell."""
     new = max(long_tail_lengths()) if options.workload == "longtail" else options.new_tokens
@@ -158,8 +172,7 @@ def drafter_choice(options: BenchOptions) -> DrafterChoice:
 def workloads(options: BenchOptions, machine: BenchMachine) -> Iterator[Workload]:
     """The cells asked for."""
     if options.workload == "longtail":
-        lengths = long_tail_lengths()
-        yield Workload(name="long tail", prompts=machine.prompts(LONG_TAIL_ROWS, options.context), lengths=lengths)
+        yield long_tail(machine.prompts(LONG_TAIL_ROWS // LONG_TAIL_SIBLINGS, options.context))
         return
     for rows in options.batch_sizes:
         prompts = machine.prompts(rows, options.context)

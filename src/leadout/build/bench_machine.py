@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+import psutil
 import torch
 
 from leadout.audit.plan import DEFAULT_PROMPTS
 from leadout.bench.full_drafts import FullDrafts
 from leadout.bench.workload import cut_prompts, make_prompt
-from leadout.build.drafter import load_head, make_drafter, new_head
-from leadout.build.generator import DTYPES, make_decoder
+from leadout.build.drafter import drafter_bytes_per_slot, load_head, make_drafter, new_head
+from leadout.build.generator import DTYPES, GIB, make_decoder
 from leadout.build.process import prepare_process
 from leadout.config import BenchMethod, Draft, HeadMethod, SpeculativeConfig
 from leadout.data.prompts import PromptFormat
@@ -24,7 +25,7 @@ from leadout.draft_length.controller import FixedLength
 from leadout.drafters.combined import CombinedDrafter
 from leadout.drafters.history import HistoryDrafter
 from leadout.drafters.noisy_policy import NoisyPolicyDrafter
-from leadout.errors import ConfigError, ModelError
+from leadout.errors import CapacityError, ConfigError, ModelError
 from leadout.interfaces import Drafter
 from leadout.models.draft_head import DraftHead
 from leadout.models.kv import KVSlots
@@ -115,8 +116,27 @@ class BenchMachine:
         section = Draft(vocab_size=DRAFT_VOCABULARY if vocab > DRAFT_VOCABULARY else None)
         return new_head(section, self.decoder, self.weights, prompts, seed=0, temperature=1.0, keep=(), method=method)
 
+    def check_room(self, choice: DrafterChoice, *, rows: int, max_len: int, width: int = 1) -> None:
+        """Before memory is taken: raises CapacityError when caches, and logits of `width` tokens a row, do not fit."""
+        each = KVSlots.bytes_per_slot(self.spec, max_len, self.decoder.dtype)
+        if choice.method == "noisy_policy":
+            each *= 2
+        elif choice.method != "none":
+            each += drafter_bytes_per_slot(self._speculation(choice), self.decoder, self._head_of(choice))
+        needed = rows * (each + width * self.spec.vocab_size * torch.float32.itemsize)
+        free = psutil.virtual_memory().available
+        if needed > free:
+            raise CapacityError(
+                f"{rows} rows of {max_len} tokens need {needed / GIB:.1f} GiB for caches and logits, and "
+                f"{free / GIB:.1f} GiB are free; lower --batch-sizes, --context or --new-tokens"
+            )
+
     def generator(self, choice: DrafterChoice, *, rows: int, max_len: int) -> NativeGenerator:
-        """A generator for cells of up to `rows` rows of up to `max_len` tokens; make another for another cell."""
+        """A generator for cells of up to `rows` rows of up to `max_len` tokens; make another for another cell.
+
+        Raises CapacityError for more than the memory holds.
+        """
+        self.check_room(choice, rows=rows, max_len=max_len)
 
         def new_kv() -> KVSlots:
             return KVSlots(self.spec, rows, max_len, self.decoder.dtype, self.decoder.device)
@@ -146,9 +166,15 @@ class BenchMachine:
             return NoisyPolicyDrafter(
                 self.decoder, new_kv(), vocab_size=self.spec.vocab_size, hidden_size=self.spec.hidden_size
             )
-        speculation = SpeculativeConfig(method=choice.method, model=choice.draft)
-        head = None if choice.head is None else self.head(choice.draft, choice.head)
-        return make_drafter(speculation, self.decoder, head, self.codec, num_slots=rows)
+        return make_drafter(self._speculation(choice), self.decoder, self._head_of(choice), self.codec, num_slots=rows)
+
+    def _head_of(self, choice: DrafterChoice) -> DraftHead | None:
+        return None if choice.head is None else self.head(choice.draft, choice.head)
+
+    def _speculation(self, choice: DrafterChoice) -> SpeculativeConfig:
+        assert choice.method != "none", "there is a drafter"
+        assert choice.method != "noisy_policy", "it is the audit's own"
+        return SpeculativeConfig(method=choice.method, model=choice.draft)
 
 
 def check_draft(method: BenchMethod, draft: str | None) -> None:

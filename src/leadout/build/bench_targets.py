@@ -36,7 +36,7 @@ from leadout.bench.targets import (
     stream_share,
     tie_or_better,
 )
-from leadout.bench.workload import Workload, long_tail_lengths
+from leadout.bench.workload import LONG_TAIL_ROWS, LONG_TAIL_SIBLINGS, Workload, long_tail, long_tail_lengths
 from leadout.build.bench import (
     BenchOptions,
     Length,
@@ -230,9 +230,8 @@ def _auto(session: _Session) -> None:
 
 
 def _long_tail(session: _Session) -> None:
-    lengths = long_tail_lengths()
-    prompts = session.machine.prompts(len(lengths), session.plan.context)
-    workload = Workload(name="long tail, good drafter", prompts=prompts, lengths=lengths)
+    prompts = session.machine.prompts(LONG_TAIL_ROWS // LONG_TAIL_SIBLINGS, session.plan.context)
+    workload = replace(long_tail(prompts), name="long tail, good drafter")
     choice = session.choice("good")
     cell = measure(session.machine, choice, workload, [AUTO], session.plan.tail_pairs, tell=session.tell)
     ratio = cell.line(AUTO).against_plain

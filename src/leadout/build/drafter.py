@@ -26,6 +26,7 @@ from leadout.models.draft_vocabulary import rank_vocabulary
 from leadout.models.eagle3 import initial_head
 from leadout.models.eagle3_spec import Eagle3Spec
 from leadout.models.head_io import read_head
+from leadout.models.kv import KVSlots
 from leadout.models.loading import iter_weights, read_config, resolve
 from leadout.models.mtp import MtpSpec, initial_mtp_head
 from leadout.models.spec import DecoderSpec
@@ -177,20 +178,36 @@ def _head_drafter(
     )
 
 
+def drafter_bytes_per_slot(speculation: SpeculativeConfig, decoder: FusedDecoder, head: DraftHead | None) -> int:
+    """Memory in bytes that the drafter of a generator takes for each row; looking up takes next to none."""
+    if speculation.draft_head is not None:
+        assert head is not None, f"{speculation.method} needs a head"
+        return HeadDrafter.bytes_per_slot(head.spec, decoder.max_len, decoder.dtype)
+    if speculation.draft_model == "small_model":
+        _, spec, longest = _small_model_shape(speculation, decoder)
+        return KVSlots.bytes_per_slot(spec, longest, decoder.dtype)
+    return 0
+
+
+def _small_model_shape(speculation: SpeculativeConfig, decoder: FusedDecoder) -> tuple[Path, DecoderSpec, int]:
+    """Folder, shape, and tokens of the longest row that it drafts for."""
+    assert speculation.model is not None, "the section checks it"
+    path = resolve(speculation.model)
+    spec = DecoderSpec.from_config(read_config(path))
+    return path, spec, min(decoder.max_len, spec.max_position_embeddings, spec.sliding_window or decoder.max_len)
+
+
 def _small_model(
     speculation: SpeculativeConfig, decoder: FusedDecoder, codec: TextCodec, num_slots: int
 ) -> SmallModelDrafter:
     """A small model in the policy's type and place. Raises ModelError for another tokenizer than the policy's."""
-    assert speculation.model is not None, "the section checks it"
-    path = resolve(speculation.model)
-    spec = DecoderSpec.from_config(read_config(path))
+    path, spec, longest = _small_model_shape(speculation, decoder)
     difference = codec.difference(TextCodec.from_pretrained(path))
     if difference is not None:
         raise ModelError(
             f"speculative_config.model: expected a model with the policy's tokenizer, got {path} whose tokenizer "
             f"differs ({difference}); draft ids would mean other tokens"
         )
-    longest = min(decoder.max_len, spec.max_position_embeddings, spec.sliding_window or decoder.max_len)
     small = FusedDecoder(spec, dtype=decoder.dtype, device=decoder.device, max_len=longest)
     small.load(dict(iter_weights(path)))
     return SmallModelDrafter(

@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from leadout.build.drafter import make_drafter
+from leadout.build.drafter import drafter_bytes_per_slot, make_drafter
 from leadout.config import RolloutSection, SpeculativeConfig
 from leadout.draft_length.controller import DraftLength, FixedLength, GoodputLength
 from leadout.draft_length.costs import CostProfile
@@ -31,7 +31,7 @@ from leadout.train.students import small_model_spec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _SAFETENSORS = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
-_GIB = 1 << 30
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +123,9 @@ def make_generator(
 
     `recorder` keeps the policy's states; for generators without speculation.
     """
-    slots = num_slots(decoder.spec, section, num_rows, decoder.max_len)
     speculation = section.speculative_config
+    of_drafter = 0 if speculation is None else drafter_bytes_per_slot(speculation, decoder, head)
+    slots = num_slots(decoder.spec, section, num_rows, decoder.max_len, of_drafter)
     assert speculation is None or recorder is None, "states are kept of plain rounds"
     drafter: Drafter | None = recorder
     if speculation is not None:
@@ -151,14 +152,17 @@ def make_generator(
     )
 
 
-def num_slots(spec: DecoderSpec, section: RolloutSection, num_rows: int, max_len: int) -> int:
-    """Rows at once: what is asked for, as many as fit the memory. Raises CapacityError when not even one fits."""
-    each = KVSlots.bytes_per_slot(spec, max_len, DTYPES[section.dtype])
-    fitting = int(section.kv_cache_memory * _GIB // each)
+def num_slots(spec: DecoderSpec, section: RolloutSection, num_rows: int, max_len: int, of_drafter: int = 0) -> int:
+    """Rows at once: what is asked for, as many as fit the memory. Raises CapacityError when not even one fits.
+
+    `of_drafter`: bytes that the drafter takes for each row.
+    """
+    each = KVSlots.bytes_per_slot(spec, max_len, DTYPES[section.dtype]) + of_drafter
+    fitting = int(section.kv_cache_memory * GIB // each)
     if fitting < 1:
         raise CapacityError(
             f"rollout.kv_cache_memory: {section.kv_cache_memory} GiB holds no row of {max_len} tokens, which needs "
-            f"{each / _GIB:.3f} GiB; raise it or lower rollout.max_model_len"
+            f"{each / GIB:.3f} GiB; raise it or lower rollout.max_model_len"
         )
     return min(section.max_num_seqs or num_rows, num_rows, fitting)
 

@@ -39,7 +39,9 @@ _Set = Annotated[
 ]
 _Context = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
 _New = Annotated[int, typer.Option(min=2, help="New tokens of each row; end tokens are ignored.")]
-_Load = Annotated[Literal["fixed", "longtail"], typer.Option(help="longtail: 64 rows of log-normal length.")]
+_Load = Annotated[
+    Literal["fixed", "longtail"], typer.Option(help="longtail: 64 rows, 8 of each prompt, of log-normal length.")
+]
 _Peers = Annotated[str | None, typer.Option(metavar="P,P", help="Peers: hf, vllm; each in its own process.")]
 _Python = Annotated[
     Path | None, typer.Option(metavar="PATH", help="Interpreter with vLLM; in the cache folder if not given.")
@@ -61,7 +63,12 @@ _Sections = Annotated[
 _Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write everything here.")]
 
 
+_OF_TARGETS = ("targets", "model", "draft", "threads", "dtype", "vllm_python", "sections", "json")
+_OF_CALIBRATE = ("calibrate", "model", "batch_sizes", "method", "draft", "context", "threads", "dtype")
+
+
 def bench(
+    context_of_call: typer.Context,
     model: _Model = "smollm2-135m",
     batch_sizes: _Sizes = "1,4,8,16,32,64",
     k: _Drafts = "0,1,3,5,auto",
@@ -89,8 +96,7 @@ def bench(
     """
     check_target(json, "--json")
     check_target(calibrate, "--calibrate")
-    if targets and calibrate is not None:
-        raise ConfigError("--targets and --calibrate are two measurements; leave one of them out")
+    _check_mode(context_of_call, sections)
     sizes = _counts(batch_sizes, "--batch-sizes", low=1, high=_MOST_ROWS)
     drafters = _drafters(method, draft)
     if len(drafters) > 1 and calibrate is None:
@@ -119,6 +125,23 @@ def bench(
         _targets_table(options, _section_names(sections), json)
     else:
         _run(options, json)
+
+
+def _check_mode(context: typer.Context, sections: str | None) -> None:
+    """Two measurements at once, and options that the one asked for does not look at, are a misunderstanding."""
+    targets, calibrate = context.params["targets"], context.params["calibrate"] is not None
+    if targets and calibrate:
+        raise ConfigError("--targets and --calibrate are two measurements; leave one of them out")
+    if sections is not None and not targets:
+        raise ConfigError("--sections goes with --targets only; give both or neither")
+    if not targets and not calibrate:
+        return
+    mode, used = ("--targets", _OF_TARGETS) if targets else ("--calibrate", _OF_CALIBRATE)
+    takes = ", ".join(f"--{each.replace('_', '-')}" for each in used)
+    for name in context.params:
+        given = context.get_parameter_source(name)
+        if name not in used and given is not None and given.name == "COMMANDLINE":
+            raise ConfigError(f"{mode} does not take --{name.replace('_', '-')}; leave it out (it takes {takes})")
 
 
 def _section_names(text: str | None) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from leadout.models.draft_head import DraftHead, Entry, rotate
+from leadout.models.draft_head import DraftHead, DraftHeadSpec, Entry, rotate
 from leadout.models.eagle3 import Eagle3Head, ParallelHead
 from leadout.models.linear import PackedLinear
 from leadout.models.native.eagle3 import native_head
@@ -62,6 +62,11 @@ class HeadCache:
         positions_L = torch.arange(max_len + _SLACK, device=device)
         self._cos_LD, self._sin_LD = (part.to(dtype) for part in head.rotary(positions_L))
         self.pack()
+
+    @staticmethod
+    def bytes_per_slot(spec: DraftHeadSpec, max_len: int, dtype: torch.dtype) -> int:
+        """Memory of one slot in bytes."""
+        return 2 * spec.num_kv_heads * (max_len + _SLACK) * spec.head_dim * dtype.itemsize
 
     def pack(self) -> None:
         """Lay the head's present weights out for generation."""

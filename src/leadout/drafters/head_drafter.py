@@ -21,11 +21,13 @@ import torch
 from leadout.drafters.head_cache import HeadCache
 from leadout.errors import ModelError, RefitError
 from leadout.interfaces import Draft, DraftProbs, Noise
-from leadout.models.draft_head import DraftHead
+from leadout.models.draft_head import DraftHead, DraftHeadSpec
 from leadout.models.sampling import Law, ParamsBatch, filter_weights, tempered_weights
 from leadout.records import Request, SamplingParams
 
 _GROW = 16
+_AHEAD = 2
+"""Places kept free behind a row's newest entry."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +79,14 @@ class HeadDrafter:
         self._taps_SMF = torch.zeros((num_slots, _GROW, self._head.spec.fused_size), dtype=dtype, device=device)
         self._tokens_SM = torch.zeros((num_slots, _GROW), dtype=torch.int64, device=device)
         self._backlog_S = np.zeros(num_slots, np.int64)
+        self._longest_backlog = max_len + _AHEAD
         self.version = 0
+
+    @staticmethod
+    def bytes_per_slot(spec: DraftHeadSpec, max_len: int, dtype: torch.dtype) -> int:
+        """Memory of one slot in bytes: cached keys and values, and a row's states where none of them has been run."""
+        waiting = (max_len + _AHEAD) * (spec.fused_size * dtype.itemsize + torch.int64.itemsize)
+        return HeadCache.bytes_per_slot(spec, max_len, dtype) + waiting
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -147,17 +156,17 @@ class HeadDrafter:
         taps_XF: torch.Tensor | None,
     ) -> None:
         """Put entries into the backlog; one copy over a flat index, which costs a tenth of two indices."""
-        self._reserve(int(place_X.max()) + 2)
+        self._reserve(int(place_X.max()) + _AHEAD)
         flat_X = torch.from_numpy(slot_X * self._tokens_SM.shape[1] + place_X).to(self._device)
         self._tokens_SM.view(-1).index_copy_(0, flat_X, tokens_X)
         if taps_XF is not None:
             self._taps_SMF.flatten(0, 1).index_copy_(0, flat_X, taps_XF.to(self._taps_SMF.dtype))
 
     def _reserve(self, width: int) -> None:
-        """Widen the backlog, doubling so that growth is rare."""
+        """Widen the backlog, doubling so that growth is rare, but not past the longest row."""
         have = self._tokens_SM.shape[1]
         if width > have:
-            extra = max(width, 2 * have) - have
+            extra = max(width, min(2 * have, self._longest_backlog)) - have
             self._tokens_SM = torch.nn.functional.pad(self._tokens_SM, (0, extra))
             self._taps_SMF = torch.nn.functional.pad(self._taps_SMF, (0, 0, 0, extra))
 
