@@ -77,3 +77,13 @@ def test_state_survives_json():
     stats.record(counts(3, 2), counts(1, 2))
     other.load_state_dict(json.loads(json.dumps(stats.state_dict())))
     assert other.rates().tolist() == stats.rates().tolist()
+
+
+def test_hope_lifts_rates_of_few_trials_more_than_rates_of_many():
+    few, many = AcceptanceStats(1), AcceptanceStats(1)
+    few.record(np.array([1, 1]), np.array([1, 0]))
+    for _ in range(200):
+        many.record(np.array([1, 1]), np.array([1, 0]))
+    assert few.expected_committed()[1] == pytest.approx(1.0 + (1 + 4 * 0.3) / 6)
+    assert few.expected_committed(1.0)[1] - few.expected_committed()[1] == pytest.approx(0.1967, abs=1e-4)
+    assert many.expected_committed(1.0)[1] - many.expected_committed()[1] == pytest.approx(0.0265, abs=2e-3)

@@ -78,9 +78,15 @@ class AcceptanceStats:
             rates_K[i] = before
         return rates_K
 
-    def expected_committed(self) -> npt.NDArray[np.float64]:
-        """f64[K+1]: expected tokens a row that drafts commits, k = 0..K: 1 + sum of chained acceptances."""
-        return np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(self.rates()))])
+    def expected_committed(self, optimism: float = 0.0) -> npt.NDArray[np.float64]:
+        """f64[K+1]: expected tokens a row that drafts commits, k = 0..K: 1 + sum of chained acceptances.
+
+        `optimism`: standard deviations that each rate may be better than it looks.
+        """
+        rates_K = self.rates()
+        deviation_K = np.sqrt(rates_K * (1.0 - rates_K) / (self._trials_K + _PRIOR_TRIALS))
+        hoped_K = np.minimum(rates_K + optimism * deviation_K, 1.0)
+        return np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(hoped_K))])
 
     def state_dict(self) -> dict[str, object]:
         """JSON-serialisable counts."""

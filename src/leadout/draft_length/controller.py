@@ -34,12 +34,16 @@ _PROBE_SHARE = 16
 """One row in so many drafts in a probe."""
 _EXPLORE_GAIN = 1.1
 """A round whose cost is in doubt is tried where it might gain this much."""
-_LOOK_AFTER = 128
-"""Rounds between second looks at sizes that were measured before."""
+_LOOK_AFTER, _LOOK_YOUNG_AFTER = 32, 16
+"""Rounds of drafting between second looks at sizes that were measured before; at those measured a few times only."""
+_RARER_WHILE_OFF = 4
+"""Times as long without drafts: all rows would have to catch up first."""
+_OPTIMISM = 1.0
+"""Standard deviations by which acceptance may be better than it looks, where a k is tried."""
 _DOUBTS = 2.0
 """How many standard deviations a cost may be below its forecast."""
-_REFRESH_AFTER = 64
-"""Rounds of speculation after which one plain step keeps its own time fresh."""
+_REFRESH_AFTER, _REFRESH_NARROW_AFTER, _NARROW = 64, 16, 1.15
+"""Rounds of drafting after which a plain step keeps its time fresh; sooner where drafts gain less than the last."""
 _DECIDE_EVERY, _DECIDE_EVERY_OFF = 4, 16
 """Rounds between decisions while the rows stay the same; a decision costs a fraction of a millisecond."""
 
@@ -138,6 +142,8 @@ class GoodputLength:
         self._patience = 1
         self._most_rows = 0
         self._is_trying = False
+        self._gain = math.inf
+        """Forecast goodput over that of plain steps, at the latest decision."""
         self._since_look = 0
         """Rounds since a k was tried for the doubt about its cost."""
         self._decided: tuple[int, int] = (0, 0)
@@ -154,37 +160,38 @@ class GoodputLength:
             self._most_rows = 0
             return Choice(min(3, self._max_length), -(-rows // _PROBE_SHARE))
         self._rounds_on = self._rounds_on + 1 if self._current else 0
-        if self._rounds_on > _REFRESH_AFTER and not self.costs.is_frozen:
+        refresh = _REFRESH_AFTER if self._gain > _NARROW else _REFRESH_NARROW_AFTER
+        if self._rounds_on > refresh and not self.costs.is_frozen:
             self._rounds_on = 0
             return Choice(0, rows)
         decided_for, age = self._decided
         if rows != decided_for or age >= (_DECIDE_EVERY if self._current else _DECIDE_EVERY_OFF):
-            tries = self._decide(rows, backlog, remaining)
+            self._decide(rows, backlog, remaining)
             # Tries are judged at once; the first round pays for catching up and says little of the drafts themselves.
-            age = _DECIDE_EVERY - (2 if backlog else 1) if tries else 0
+            age = _DECIDE_EVERY - (2 if backlog else 1) if self._is_trying else 0
         self._decided = rows, age + 1
         self._since_look += 1
         return Choice(self._current, rows)
 
-    def _decide(self, rows: int, backlog: int, remaining: float) -> bool:
-        """Set the present k; whether that is a try of a size whose cost is in doubt."""
+    def _decide(self, rows: int, backlog: int, remaining: float) -> None:
+        """Set the present k, and whether that is a try of a size whose cost is in doubt."""
         self._is_trying = False
         tokens_K, verified_K = self._expected()
         seconds_K = self._round_seconds(rows, verified_K, tokens_K, backlog, remaining)
         seconds_K[1:] *= _LEAST_GAIN
         best = int(best_draft_length(tokens_K, seconds_K[:, None])[0])
         goodput_K = tokens_K / seconds_K
+        self._gain = _LEAST_GAIN * float(goodput_K[self._current] / goodput_K[0])
         if goodput_K[best] > _HYSTERESIS * goodput_K[self._current]:
             self._current = best
-            return False
+            return
         if self.costs.is_frozen or self.acceptance.num_asked < _KNOWN:
-            return False
-        tried = self._worth_exploring(rows, tokens_K, verified_K, goodput_K)
+            return
+        hoped_K = self._expected(_OPTIMISM)[0]
+        hoped_K[self._current] = tokens_K[self._current]
+        tried = self._worth_exploring(rows, hoped_K, verified_K, hoped_K / seconds_K)
         if tried != self._current:
-            self._since_look = 0
-            self._is_trying = True
-        explores, self._current = tried != self._current, tried
-        return explores
+            self._current, self._since_look, self._is_trying = tried, 0, True
 
     def _worth_exploring(
         self,
@@ -195,16 +202,17 @@ class GoodputLength:
     ) -> int:
         """The k that might gain most, as far as its cost is in doubt; the present one if none might gain enough.
 
-        A pass larger than any measured costs at least what the largest measured one does. One that was measured, but
-        seldom or long ago, may cost less than the forecast says: without a second look a k that came out dear once
-        would never be tried again.
+        A pass larger than any measured costs at least what the largest measured one does. One measured seldom or long
+        ago may cost less than the forecast says: without a second look it would never be tried again.
         """
         most, chosen = _EXPLORE_GAIN * float(goodput_K[self._current]), self._current
         present = rows * float(verified_K[chosen]) if chosen else None
         for k in range(1, self._max_length + 1):
             size = rows * float(verified_K[k])
             known, drafted = self.costs.reaches(size), self.costs.has_drafted(rows)
-            if k == self._current or (known and self._since_look < _LOOK_AFTER):
+            wait = _LOOK_YOUNG_AFTER if known and self.costs.is_young(size) else _LOOK_AFTER
+            wait *= 1 if self._current else _RARER_WHILE_OFF
+            if k == self._current or (known and self._since_look < wait):
                 continue
             if known and drafted:
                 goodput = float(goodput_K[k]) * math.exp(_DOUBTS * self.costs.doubt(rows, size, present))
@@ -217,15 +225,15 @@ class GoodputLength:
     def forecast(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> npt.NDArray[np.float64]:
         """f64[K+1]: tokens per second for k = 0..K at this load, catching up spread over the rounds that remain.
 
-        The seconds are those of one pace of the machine, not of this minute: ratios of the figures have a meaning.
+        The seconds are those of one pace of the machine, not of this minute: only ratios have a meaning.
         """
         tokens_K, verified_K = self._expected()
         return np.asarray(rows * tokens_K / self._round_seconds(rows, verified_K, tokens_K, backlog, remaining))
 
-    def _expected(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def _expected(self, optimism: float = 0.0) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """f64[K+1] each: tokens that a row commits, and tokens of it in the pass."""
         coverage = self.acceptance.coverage
-        tokens_K = 1.0 + coverage * (self.acceptance.expected_committed() - 1.0)
+        tokens_K = 1.0 + coverage * (self.acceptance.expected_committed(optimism) - 1.0)
         return tokens_K, 1.0 + coverage * self.acceptance.expected_drafts()
 
     def _round_seconds(

@@ -143,13 +143,19 @@ class CostProfile:
         A pass with drafts is given by its tokens, a plain step of `rows` rows by None. Nothing is in doubt where the
         profile is frozen.
         """
-        levels = []
+        known = []
         for tokens in (one, other):
             curve, count = (self.forward, rows) if tokens is None else (self.verify, tokens)
             if not isinstance(curve, MeasuredCurve):
                 return 0.0
-            levels.append(curve.level(count))
-        return self._levels.doubt(*levels)
+            known.append(curve.levels(count))
+        return min(self._levels.doubt(a, b) for a in known[0] for b in known[1])
+
+    def is_young(self, tokens: float) -> bool:
+        """Whether the pass with drafts nearest to this size was measured only a few times."""
+        return isinstance(self.verify, MeasuredCurve) and all(
+            self._levels.is_young(level) for level in self.verify.levels(tokens)
+        )
 
     def reaches(self, tokens: float) -> bool:
         """Whether a pass with drafts of about this size, or a larger one, was measured."""

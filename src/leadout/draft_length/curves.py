@@ -19,6 +19,8 @@ _COUNT_GAIN = 0.1
 """Weight of the newest count in the count that a point stands for."""
 _EXACT = 8
 """Counts up to this have points of their own; above, eight points double the count."""
+_NEXT = 1
+"""Points so far apart say the same: what a round has in its pass varies by as much."""
 _APART = 1.5
 """Points must lie this factor apart for their slope to be believed beyond them."""
 
@@ -121,10 +123,11 @@ class MeasuredCurve(Curve):
         self._counts[point] = before + _COUNT_GAIN * (count - before)
         self._levels.record(self._kind, point, seconds, self._noise)
 
-    def level(self, count: float) -> tuple[str, int]:
-        """The level that says most about this count: the nearest one measured."""
+    def levels(self, count: float) -> list[tuple[str, int]]:
+        """The levels that tell about this count: the nearest one measured, and those next to its point."""
         point = bucket(count)
-        return self._kind, min(self._counts, key=lambda known: abs(known - point))
+        nearest = min(abs(known - point) for known in self._counts)
+        return [(self._kind, known) for known in self._counts if abs(known - point) <= max(nearest, _NEXT)]
 
     def _measured(self) -> tuple[Floats, Floats, Floats]:
         points = sorted(self._counts)

@@ -22,8 +22,9 @@ _LEVEL_STEP = 0.004
 """The same of a level: what a size costs may change for good."""
 _NOISE = 0.05
 """Of one measurement."""
-_FIRST_NOISE = 40.0
-"""Times as much in the first measurement of a size, which may pay for setting up: the second decides."""
+_EARLY_NOISE = (40.0, 4.0, 2.0, 1.5)
+"""Times as much in the first measurements of a size: the very first may pay for setting up, and none of the next alone
+decides what a size costs from then on."""
 _FARTHEST = 3.0
 """A measurement farther from its forecast than so many standard deviations counts as if it were no farther."""
 _YOUNG, _SHAKEN = 8, 0.3
@@ -59,8 +60,10 @@ class Levels:
         self.version += 1
         place = self._index.get((kind, size))
         if place is None:
-            self._add((kind, size), value, _FIRST_NOISE**2 * variance)
+            self._add((kind, size), value, _EARLY_NOISE[0] ** 2 * variance)
             return
+        if self._measured[place] < len(_EARLY_NOISE):
+            variance *= _EARLY_NOISE[self._measured[place]] ** 2
         shared_N = self._covariance_NN[0] + self._covariance_NN[place]
         total = float(shared_N[0] + shared_N[place]) + variance
         reach = _FARTHEST * np.sqrt(total)
@@ -79,6 +82,10 @@ class Levels:
         old_NN = self._covariance_NN
         self._covariance_NN = np.block([[old_NN, -old_NN[:, :1]], [-old_NN[:1], old_NN[:1, :1] + variance]])
         self._mean_N = np.append(self._mean_N, value - self._mean_N[0])
+
+    def is_young(self, key: tuple[str, int]) -> bool:
+        """Whether a size was measured only a few times."""
+        return self._measured[self._index[key]] < _YOUNG
 
     def doubt(self, one: tuple[str, int], other: tuple[str, int]) -> float:
         """Standard deviation of the logarithm of one level over another."""
