@@ -232,7 +232,7 @@ def test_a_length_first_measured_in_a_slow_moment_is_found_all_the_same(seed):
     machine.run(length, 1, 8)
     for _ in range(40):
         # Only longer drafts meet the slow moment.
-        machine.step = 18.0 if length._current > 1 else 10.0
+        machine.step = 14.0 if length._current > 1 else 10.0
         machine.round(length, 1)
     machine.step = 10.0
     machine.run(length, 1, 600)

@@ -16,12 +16,10 @@ import numpy.typing as npt
 
 from leadout.draft_length.acceptance import AcceptanceStats
 from leadout.draft_length.costs import CostProfile
-from leadout.draft_length.goodput import best_draft_length
+from leadout.draft_length.exploring import OPTIMISM, worth_exploring
+from leadout.draft_length.goodput import LEAST_GAIN, best_draft_length
 
 _HYSTERESIS = 1.03
-_LEAST_GAIN = 1.04
-"""Drafts must gain this much. Rows that accept different numbers end at different times, and what is left of the batch
-is slower per token: a cost that no single round shows (4 % of a batch of equal lengths, measured)."""
 _PROBE_AFTER = 60
 _PROBE_AT_LATEST = 150
 _MOST_PATIENCE = 4
@@ -32,20 +30,12 @@ _KNOWN = 8.0
 """Row-rounds asked after which acceptance counts as known."""
 _PROBE_SHARE = 16
 """One row in so many drafts in a probe."""
-_EXPLORE_GAIN = 1.1
-"""A round whose cost is in doubt is tried where it might gain this much."""
-_LOOK_AFTER, _LOOK_YOUNG_AFTER = 32, 16
-"""Rounds of drafting between second looks at sizes that were measured before; at those measured a few times only."""
-_RARER_WHILE_OFF = 4
-"""Times as long without drafts: all rows would have to catch up first."""
-_OPTIMISM = 1.0
-"""Standard deviations by which acceptance may be better than it looks, where a k is tried."""
-_DOUBTS = 2.0
-"""How many standard deviations a cost may be below its forecast."""
 _REFRESH_AFTER, _REFRESH_NARROW_AFTER, _NARROW = 64, 16, 1.15
 """Rounds of drafting after which a plain step keeps its time fresh; sooner where drafts gain less than the last."""
-_DECIDE_EVERY, _DECIDE_EVERY_OFF = 4, 16
+_DECIDE_EVERY, _DECIDE_EVERY_OFF = 4, 32
 """Rounds between decisions while the rows stay the same; a decision costs a fraction of a millisecond."""
+_MEASURE_EVERY_OFF = 6
+"""Plain steps are many while off: two in so many are enough, and the arithmetic is what a resting drafter costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,49 +168,20 @@ class GoodputLength:
         self._is_trying = False
         tokens_K, verified_K = self._expected()
         seconds_K = self._round_seconds(rows, verified_K, tokens_K, backlog, remaining)
-        seconds_K[1:] *= _LEAST_GAIN
+        seconds_K[1:] *= LEAST_GAIN
         best = int(best_draft_length(tokens_K, seconds_K[:, None])[0])
         goodput_K = tokens_K / seconds_K
-        self._gain = _LEAST_GAIN * float(goodput_K[self._current] / goodput_K[0])
+        self._gain = LEAST_GAIN * float(goodput_K[self._current] / goodput_K[0])
         if goodput_K[best] > _HYSTERESIS * goodput_K[self._current]:
             self._current = best
             return
         if self.costs.is_frozen or self.acceptance.num_asked < _KNOWN:
             return
-        hoped_K = self._expected(_OPTIMISM)[0]
+        hoped_K = self._expected(OPTIMISM)[0]
         hoped_K[self._current] = tokens_K[self._current]
-        tried = self._worth_exploring(rows, hoped_K, verified_K, hoped_K / seconds_K)
+        tried = worth_exploring(self.costs, rows, self._current, self._since_look, hoped_K, verified_K, seconds_K)
         if tried != self._current:
             self._current, self._since_look, self._is_trying = tried, 0, True
-
-    def _worth_exploring(
-        self,
-        rows: int,
-        tokens_K: npt.NDArray[np.float64],
-        verified_K: npt.NDArray[np.float64],
-        goodput_K: npt.NDArray[np.float64],
-    ) -> int:
-        """The k that might gain most, as far as its cost is in doubt; the present one if none might gain enough.
-
-        A pass larger than any measured costs at least what the largest measured one does. One measured seldom or long
-        ago may cost less than the forecast says: without a second look it would never be tried again.
-        """
-        most, chosen = _EXPLORE_GAIN * float(goodput_K[self._current]), self._current
-        present = rows * float(verified_K[chosen]) if chosen else None
-        for k in range(1, self._max_length + 1):
-            size = rows * float(verified_K[k])
-            known, drafted = self.costs.reaches(size), self.costs.has_drafted(rows)
-            wait = _LOOK_YOUNG_AFTER if known and self.costs.is_young(size) else _LOOK_AFTER
-            wait *= 1 if self._current else _RARER_WHILE_OFF
-            if k == self._current or (known and self._since_look < wait):
-                continue
-            if known and drafted:
-                goodput = float(goodput_K[k]) * math.exp(_DOUBTS * self.costs.doubt(rows, size, present))
-            else:
-                goodput = tokens_K[k] / (_LEAST_GAIN * self.costs.least_seconds(rows, k, size))
-            if goodput > most:
-                most, chosen = goodput, k
-        return chosen
 
     def forecast(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> npt.NDArray[np.float64]:
         """f64[K+1]: tokens per second for k = 0..K at this load, catching up spread over the rounds that remain.
@@ -265,9 +226,13 @@ class GoodputLength:
 
     def record(self, outcome: RoundOutcome) -> None:
         """Update acceptance and costs."""
-        asked = outcome.num_asked
+        asked, rows = outcome.num_asked, outcome.drafted_B.shape[0]
+        rests = not asked and not self._current and self._rounds_off % _MEASURE_EVERY_OFF > 1
+        if rests and self.costs.knows_plain(rows):
+            self.costs.skip()
+            return
         self.costs.record(
-            int(outcome.drafted_B.shape[0] + outcome.drafted_B.sum()),
+            int(rows + outcome.drafted_B.sum()),
             outcome.num_drafts,
             outcome.draft_seconds,
             outcome.verify_seconds,

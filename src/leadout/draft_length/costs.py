@@ -151,6 +151,18 @@ class CostProfile:
             known.append(curve.levels(count))
         return min(self._levels.doubt(a, b) for a in known[0] for b in known[1])
 
+    def skip(self) -> None:
+        """A round goes by unmeasured."""
+        if not self._frozen:
+            self._levels.next_round()
+
+    def knows_plain(self, rows: int) -> bool:
+        """Whether plain steps of about so many rows were measured more than a few times."""
+        curve = self.forward
+        return (
+            curve.knows(rows) and isinstance(curve, MeasuredCurve) and not self._levels.is_young(curve.at_point(rows))
+        )
+
     def is_young(self, tokens: float) -> bool:
         """Whether the pass with drafts nearest to this size was measured only a few times."""
         return isinstance(self.verify, MeasuredCurve) and all(

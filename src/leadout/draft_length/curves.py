@@ -123,6 +123,10 @@ class MeasuredCurve(Curve):
         self._counts[point] = before + _COUNT_GAIN * (count - before)
         self._levels.record(self._kind, point, seconds, self._noise)
 
+    def at_point(self, count: float) -> tuple[str, int]:
+        """The level of this count's own point, if it was measured."""
+        return self._kind, bucket(count)
+
     def levels(self, count: float) -> list[tuple[str, int]]:
         """The levels that tell about this count: the nearest one measured, and those next to its point."""
         point = bucket(count)

@@ -1,9 +1,9 @@
 """A draft head inside the engine: cached, batched, sampled with its q kept.
 
 Per row it keeps a cache of true entries (feature of the token before, token) and a backlog of entries not yet run.
-`observe` only appends to the backlog, so while speculation is off the drafter costs one copy per step; `propose` first
-runs the backlog, which overwrites whatever earlier drafts left in the cache, then drafts token by token; a parallel
-head drafts in the pass that runs the backlog. Siblings admitted together share the run over their prompt.
+`observe` only appends to the backlog, so while speculation is off the drafter notes a step and copies many at once;
+`propose` first runs the backlog, which overwrites whatever earlier drafts left in the cache, then drafts one by one;
+a parallel head drafts in the pass that runs the backlog. Siblings admitted together share the run over their prompt.
 
 Axes: B rows, K drafts, M backlog entries, F tapped width, H head width, G key-value heads, D head dimension, V draft
 vocabulary, S slots, P prompt tokens.
@@ -26,6 +26,7 @@ from leadout.models.sampling import Law, ParamsBatch, filter_weights, tempered_w
 from leadout.records import Request, SamplingParams
 
 _GROW = 16
+_MOST_UNWRITTEN = 32
 _AHEAD = 2
 """Places kept free behind a row's newest entry."""
 
@@ -80,6 +81,8 @@ class HeadDrafter:
         self._tokens_SM = torch.zeros((num_slots, _GROW), dtype=torch.int64, device=device)
         self._backlog_S = np.zeros(num_slots, np.int64)
         self._longest_backlog = max_len + _AHEAD
+        self._unwritten: list[tuple[npt.NDArray[np.int64], torch.Tensor, torch.Tensor]] = []
+        """Plain steps not yet in the backlog, slots, tokens and taps of each: writing many at once costs as one."""
         self.version = 0
 
     @staticmethod
@@ -116,6 +119,7 @@ class HeadDrafter:
             context.append(requests[0].given.token_ids)
         tokens_P = torch.from_numpy(np.concatenate(context).astype(np.int64)).to(self._device)
         self._batch = None
+        self._write_steps()
         for slot, request in zip(slots, requests, strict=True):
             self._params[slot] = request.params
             self._taps_SMF[slot, 0] = prompt_taps_PF[-1]
@@ -133,13 +137,14 @@ class HeadDrafter:
         taps_BNF: torch.Tensor | None,
     ) -> None:
         """Append entries to the backlog."""
-        slots_B = np.asarray(slots, np.int64)
-        if tokens_BN.shape[1] == 1:
+        slots_B = np.array(slots, np.int64)
+        if tokens_BN.shape[1] == 1 and taps_BNF is not None:
             # After a plain step: what a drafter that rests costs.
-            taps_BF = None if taps_BNF is None else taps_BNF[:, 0]
-            self._write(slots_B, self._backlog_S[slots_B], tokens_BN[:, 0], taps_BF)
-            self._backlog_S[slots_B] += 1
+            self._unwritten.append((slots_B, tokens_BN[:, 0], taps_BNF[:, 0]))
+            if len(self._unwritten) >= _MOST_UNWRITTEN:
+                self._write_steps()
             return
+        self._write_steps()
         column_N = np.arange(tokens_BN.shape[1])
         mask_BN = column_N < counts_B[:, None]
         mask = torch.from_numpy(mask_BN).to(self._device)
@@ -147,6 +152,18 @@ class HeadDrafter:
         place_X = (self._backlog_S[slots_B][:, None] + column_N)[mask_BN]
         self._write(slot_X, place_X, tokens_BN[mask], None if taps_BNF is None else taps_BNF[mask])
         self._backlog_S[slots_B] += counts_B
+
+    def _write_steps(self) -> None:
+        """Put the plain steps that were only noted into the backlog."""
+        if not self._unwritten:
+            return
+        steps, self._unwritten = self._unwritten, []
+        places = []
+        for slots_B, _, _ in steps:
+            places.append(self._backlog_S[slots_B])
+            self._backlog_S[slots_B] += 1
+        slots, tokens, taps = zip(*steps, strict=True)
+        self._write(np.concatenate(slots), np.concatenate(places), torch.cat(tokens), torch.cat(taps))
 
     def _write(
         self,
@@ -172,6 +189,7 @@ class HeadDrafter:
 
     def propose(self, slots: Sequence[int], lengths_B: npt.NDArray[np.int64], noise: Noise) -> Draft:
         """Run the backlog, then draft."""
+        self._write_steps()
         self._run_prompts(slots)
         params = self._draft_params(slots)
         num_drafts = int(lengths_B.max())
@@ -255,6 +273,7 @@ class HeadDrafter:
         for prompt in self._prompts:
             prompt.slots.difference_update(slots)
         self._prompts = [prompt for prompt in self._prompts if prompt.slots]
+        self._write_steps()
         self._backlog_S[list(slots)] = 0
 
     def load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:

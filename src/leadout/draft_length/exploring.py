@@ -1,0 +1,73 @@
+"""Which draft length to try although its forecast is worse: one whose cost is in doubt enough to be the better one.
+
+Part of the goodput rule (`leadout.draft_length.controller`): a forecast that came out dear once would otherwise never
+be put to the test again, and a size that was never measured never would be.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from leadout.draft_length.costs import CostProfile
+from leadout.draft_length.goodput import LEAST_GAIN
+
+_EXPLORE_GAIN = 1.1
+"""A round whose cost is in doubt is tried where it might gain this much."""
+_LOOK_AFTER, _LOOK_YOUNG_AFTER = 32, 16
+"""Rounds of drafting between second looks at sizes that were measured before; at those measured a few times only."""
+_RARER_WHILE_OFF = 4
+"""Times as long without drafts: all rows would have to catch up first."""
+_LOOK_SHARE = 0.02
+"""Share of the time since the last look that a second look may lose, going by the forecast."""
+OPTIMISM = 1.0
+"""Standard deviations by which acceptance may be better than it looks, where a k is tried."""
+_DOUBTS = 2.0
+"""How many standard deviations a cost may be below its forecast."""
+
+
+def worth_exploring(
+    costs: CostProfile,
+    rows: int,
+    current: int,
+    since_look: int,
+    tokens_K: npt.NDArray[np.float64],
+    verified_K: npt.NDArray[np.float64],
+    seconds_K: npt.NDArray[np.float64],
+) -> int:
+    """The k that might gain most, as far as its cost is in doubt; the present one if none might gain enough.
+
+    A pass larger than any measured costs at least what the largest measured one does. One measured seldom or long ago
+    may cost less than the forecast says.
+
+    Args:
+        costs: What rounds cost.
+        rows: Live rows.
+        current: The present k.
+        since_look: Rounds since a k was tried for the doubt about its cost.
+        tokens_K: Tokens that a row commits for k = 0..K.
+        verified_K: Tokens of a row in the pass.
+        seconds_K: Forecast seconds of a round.
+
+    """
+    goodput_K, chosen = tokens_K / seconds_K, current
+    most = _EXPLORE_GAIN * float(goodput_K[current])
+    lost_K = seconds_K - tokens_K / goodput_K[current]
+    may_lose = _LOOK_SHARE * since_look * float(seconds_K[current])
+    present = rows * float(verified_K[current]) if current else None
+    for k in range(1, tokens_K.size):
+        size = rows * float(verified_K[k])
+        known = costs.reaches(size)
+        wait = _LOOK_YOUNG_AFTER if known and costs.is_young(size) else _LOOK_AFTER
+        wait *= 1 if current else _RARER_WHILE_OFF
+        if k == current or (known and (since_look < wait or lost_K[k] > may_lose)):
+            continue
+        if known and costs.has_drafted(rows):
+            goodput = float(goodput_K[k]) * math.exp(_DOUBTS * costs.doubt(rows, size, present))
+        else:
+            goodput = float(tokens_K[k]) / (LEAST_GAIN * costs.least_seconds(rows, k, size))
+        if goodput > most:
+            most, chosen = goodput, k
+    return chosen
