@@ -240,6 +240,25 @@ def test_a_slot_used_again_knows_nothing_of_its_first_row():
     check(drafter, head, [0], [new], [4])
 
 
+def test_steps_noted_while_off_reach_the_rows_they_belong_to_when_a_slot_is_used_again():
+    head = tiny_head(dtype=torch.float64)
+    drafter = drafter_of(head)
+    rows = [Policy([3, 9, 1]), Policy([2, 2])]
+    for slot, row in enumerate(rows):
+        admit(drafter, [slot], row)
+    first(drafter, [0, 1], rows, [4, 6])
+    for token in range(5):
+        commit(drafter, [0, 1], rows, [[token], [39 - token]])
+    drafter.release([0])
+    commit(drafter, [1], rows[1:], [[7]])
+    newcomer = Policy([8, 8, 5])
+    admit(drafter, [0], newcomer)
+    first(drafter, [0], [newcomer], [11])
+    for token in range(35):
+        commit(drafter, [1, 0], [rows[1], newcomer], [[token % 9], [token % 7]])
+    check(drafter, head, [0, 1], [newcomer, rows[1]], [3, 3])
+
+
 def test_drafts_run_past_the_context_of_the_drafts_own_config():
     head = tiny_head(dtype=torch.float64, max_position_embeddings=8)
     drafter = drafter_of(head, max_len=64)
