@@ -2,6 +2,7 @@
 
     python benchmarks/train_stage.py                                  # 4 prompts x 8 completions x 32 tokens
     python benchmarks/train_stage.py --prompts 8 --generations 1      # packs of different prompts
+    python benchmarks/train_stage.py --profile --threads 1            # operators of one pass over the largest pack
 
 Random tokens; every contender in turn in one process, A B C A B C, the first turn warms up. The optimizer is left out.
 """
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     prepare_process(options.threads)
     model = load_trainable(resolve(options.model), "bfloat16", torch.device("cpu"))
@@ -41,6 +43,10 @@ def main() -> None:
     sizes = sorted({min(8, completions), min(16, completions), completions})
     contenders = [(f"{attention}, packs of {size}", attention, size) for size in sizes for attention in ATTENTION]
     forward = PackedForward(model, ForwardSettings(temperature=1.0))
+    if options.profile:
+        forward.settings = replace(forward.settings, max_completions=completions)
+        print(operators(forward, groups))
+        return
     taken: dict[str, list[float]] = {label: [] for label, _, _ in contenders}
     for _ in range(options.turns + 1):
         for label, attention, size in contenders:
@@ -63,6 +69,14 @@ def seconds(forward: PackedForward, groups: list[Group]) -> float:
         forward.run(batch).logprobs_R.sum().backward()
     forward.model.zero_grad()
     return time.perf_counter() - began
+
+
+def operators(forward: PackedForward, groups: list[Group]) -> str:
+    """Where the second pass spends its time, by operator."""
+    seconds(forward, groups)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        seconds(forward, groups)
+    return str(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
 
 
 def make_groups(options: argparse.Namespace) -> list[Group]:

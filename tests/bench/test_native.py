@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from leadout.bench.set_acceptance import SetAcceptance, length_at, rate_for
 from leadout.bench.workload import Workload
 from leadout.build.bench import BenchOptions
 from leadout.build.bench_machine import BenchMachine, DrafterChoice
-from leadout.cli.main import run
 from leadout.draft_length.controller import FixedLength, RoundOutcome
 from leadout.errors import ConfigError
 from leadout.sim.profile import DrafterTimes, Limits, Profile, load_profile
@@ -26,18 +24,6 @@ def policy(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def machine(policy) -> BenchMachine:
     return BenchMachine(policy, max_len=64, dtype="float32", threads=1)
-
-
-@pytest.fixture
-def leadout_run(monkeypatch, capsys):
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["leadout", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            run()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
 
 
 def cell(machine: BenchMachine, rows: int, length: int) -> Workload:

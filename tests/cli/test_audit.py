@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+from functools import partial
 
 import pytest
 
 from leadout.audit.faults import faults
-from leadout.cli.main import run
 from tests.build.tiny_runs import model_folder
 
 ENOUGH = "5000"
@@ -23,17 +22,9 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def audit(monkeypatch, capsys):
+def audit(leadout_run):
     """Runs the command; its exit code and what it wrote to either stream."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["leadout", "audit", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            run()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
+    return partial(leadout_run, "audit")
 
 
 @pytest.fixture

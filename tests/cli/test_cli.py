@@ -51,18 +51,6 @@ def build(monkeypatch: pytest.MonkeyPatch) -> FakeBuild:
     return fake
 
 
-@pytest.fixture
-def leadout_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["leadout", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            run()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
-
-
 def test_training_starts_with_the_recipe_and_the_overrides(build: FakeBuild, leadout_run: Any) -> None:
     code, out, err = leadout_run("train", DEMO, "pipeline.max_steps=3", "seed=5")
     ((config, resume),) = build.trained

@@ -1,26 +1,12 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from leadout.cli.draft import _dataset
-from leadout.cli.main import run
 from leadout.models.loading import read_config
 from tests.build.tiny_runs import model_folder, write_questions
-
-
-@pytest.fixture
-def leadout_run(monkeypatch, capsys):
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["leadout", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            run()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture(scope="module")

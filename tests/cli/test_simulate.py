@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from leadout.cli.main import run
 from tests.sim.machines import write_profile
 
 SCENARIO = """
 gpus: 4
 workload: {num_prompts: 4, num_generations: 4, prompt_length: 10, lengths: {mean: 60, cv: 0.5, cap: 128}}
 """
-
-
-@pytest.fixture
-def leadout_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["leadout", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            run()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

@@ -118,8 +118,8 @@ class GoodputLength:
 
     Drafting must gain 4 %, and a new choice must beat the present one by 3 %. While off, a few rows probe every 60th
     round in the tail of a batch, where it costs least, else every 150th, and less often after probes that started
-    nothing, so that an improving drafter is noticed; while on, every 64th round is plain. Until a drafter is known at
-    all, probes follow each other within a few rounds.
+    nothing, so that an improving drafter is noticed; while on, every 64th round is plain, every 16th where drafts gain
+    little. Until a drafter is known at all, probes follow each other within a few rounds.
     """
 
     def __init__(self, max_length: int, costs: CostProfile | None = None) -> None:
