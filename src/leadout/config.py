@@ -238,7 +238,7 @@ class Draft(Section):
     replay_rollouts: Count = 0
     """Recent rollouts kept and trained on again, as many per step as fresh ones; 0 is off."""
     token_fraction: Share = 1.0
-    """Share of the rollouts trained on."""
+    """Share of the rollouts trained on, and of those measured."""
     every: Positive = 1
     """Train on every n-th step."""
     init: Literal["policy", "random"] = "policy"

@@ -206,6 +206,27 @@ def test_only_the_asked_share_of_rollouts_is_learnt():
     assert metrics["draft/tokens"] == 2 * 4
 
 
+def test_a_share_of_rollouts_is_measured_by_itself():
+    groups = random_groups([[9], [5], [7], [3]])
+    _, forward, trainer = setup(DraftSettings(autocast=False, token_fraction=0.25))
+    measured = step(trainer, forward, groups)
+    alone = [step(setup()[2], forward, [group])["draft/expected_acceptance_length"] for group in groups]
+    assert measured["draft/tokens"] in {8, 4, 6, 2}
+    chosen = {8: 0, 4: 1, 6: 2, 2: 3}[int(measured["draft/tokens"])]
+    assert measured["draft/expected_acceptance_length"] == pytest.approx(alone[chosen], abs=1e-6)
+    assert len({round(length, 4) for length in alone}) == 4
+
+
+def test_the_drafter_is_measured_on_steps_that_it_does_not_learn_on():
+    groups = random_groups([[6, 5], [4, 7]])
+    _, forward, trainer = setup(DraftSettings(autocast=False, every=2, learning_rate=1e-12))
+    rows = [step(trainer, forward, groups) for _ in range(2)]
+    assert rows[1]["draft/updates"] == 0
+    assert rows[1]["draft/expected_acceptance_length"] == pytest.approx(
+        rows[0]["draft/expected_acceptance_length"], abs=1e-6
+    )
+
+
 def test_the_drafter_learns_on_every_second_step_when_asked():
     _, forward, trainer = setup(DraftSettings(autocast=False, every=2))
     rows = [step(trainer, forward, random_groups([[4, 4]])) for _ in range(4)]

@@ -58,12 +58,13 @@ class DraftTrainer:
         self._replay: deque[Rollout] = deque(maxlen=settings.replay_rollouts or 1)
         self._parameters = [parameter for parameter in student.module.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0
+            self._parameters, lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0, fused=True
         )
         self._served: DraftStudent | None = None
         self._meter: AcceptanceMeter | None = None
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._chosen: set[int] = set()
+        self._learns = False
         self._sums = _StepSums()
 
     @property
@@ -72,7 +73,7 @@ class DraftTrainer:
         return self.student.taps
 
     def begin_step(self, num_rollouts: int, *, can_roll_back: bool = False) -> None:
-        """Start a train stage: choose the rollouts to learn from and remember the drafter that is serving now.
+        """Start a train stage: choose the rollouts to measure and learn from, remember the drafter that serves.
 
         `can_roll_back`: keep what `roll_back` needs, for a step that may still be dropped.
         """
@@ -82,10 +83,10 @@ class DraftTrainer:
             if can_roll_back
             else None
         )
-        learns = self._steps % settings.every == 0
+        self._learns = self._steps % settings.every == 0
         self._age = self._steps - self._learnt_at
         self._steps += 1
-        count = int(np.ceil(settings.token_fraction * num_rollouts)) if learns else 0
+        count = int(np.ceil(settings.token_fraction * num_rollouts))
         self._chosen = set(self._rng.permutation(num_rollouts)[:count].tolist())
         self._served = self.student.frozen_copy()
         self._meter = None
@@ -99,23 +100,26 @@ class DraftTrainer:
         self.load_state_dict(state)
 
     def observe(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward) -> None:
-        """Measure the serving drafter on a pack, then learn from the chosen rollouts in it."""
+        """Measure the serving drafter on the chosen rollouts of a pack, then learn from them.
+
+        Only on those: measuring them all would cost more than learning from a quarter does.
+        """
         assert self._served is not None, "begin_step comes first"
         if self._meter is None:
             self._meter = self.meter(self._served, forward, self.settings.measure_tokens)
-        self._meter.add(batch, output, forward)
         first = batch.first_rollout
         rows = [row for row in range(len(batch.rollouts)) if first + row in self._chosen]
-        self._learn(batch, output, forward, rows)
+        self._meter.add(batch, output, forward, rows)
+        if self._learns:
+            self._learn(batch, output, forward, rows)
 
     def finish_step(self, forward: PolicyForward) -> dict[str, float]:
         """Train on replayed rollouts, if asked for, and report `draft/*` metrics.
 
         `draft/age`: policy versions since the drafter that served this step last learnt.
         """
-        fresh = len(self._chosen)
-        if self.settings.replay_rollouts and self._replay and fresh:
-            self._learn_again(forward, fresh)
+        if self.settings.replay_rollouts and self._replay and self._learns:
+            self._learn_again(forward, len(self._chosen))
         sums = self._sums
         if sums.losses:
             self.version += 1
@@ -154,7 +158,7 @@ class DraftTrainer:
         for batch in forward.pack(groups, [np.zeros(len(group.rollouts)) for group in groups]):
             if batch.response_R.numel():
                 with torch.no_grad():
-                    meter.add(batch, forward.run(batch, taps=self.taps), forward)
+                    meter.add(batch, forward.run(batch, taps=self.taps), forward, range(len(batch.rollouts)))
         return meter.metrics()
 
     def remember(self, groups: Sequence[Group]) -> None:

@@ -10,6 +10,8 @@ classes of entropy.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -50,11 +52,12 @@ class AcceptanceMeter:
         self._by_entropy_E = torch.zeros(len(ENTROPIES), 2, dtype=torch.float64)
 
     @torch.no_grad()
-    def add(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward) -> None:
-        """Take a pack's rollouts, as far as the budget goes."""
+    def add(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward, candidates: Iterable[int]) -> None:
+        """Take a pack's rollouts at these places, as far as the budget goes."""
         rows: list[int] = []
         budget = self._budget - self._tokens
-        for row, rollout in enumerate(batch.rollouts):
+        for row in candidates:
+            rollout = batch.rollouts[row]
             if budget <= 0:
                 break
             if rollout.length >= 2 and rollout.loss_mask.all():

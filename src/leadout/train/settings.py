@@ -64,7 +64,7 @@ class DraftSettings:
     replay_rollouts: int = 0
     """Recent rollouts kept and trained on again, as many per step as fresh ones; 0 is off."""
     token_fraction: float = 1.0
-    """Share of the rollouts trained on."""
+    """Share of the rollouts trained on, and of those measured."""
     every: int = 1
     """Train on every n-th step."""
     measure_tokens: int = 4096
