@@ -72,6 +72,14 @@ def test_expected_drafts_count_rows_that_found_fewer_than_were_wanted():
     np.testing.assert_allclose(stats.expected_drafts(), [0.0, 1.0, 1.75, 2.5])
 
 
+def test_the_variance_of_a_round_is_that_of_what_it_commits():
+    stats = AcceptanceStats(3, memory=1e12)
+    for _ in range(10_000):
+        stats.record(counts(3, 3, 3, 3, 0), counts(3, 1, 1, 0, 0), 3)
+    wanted = [0.0, *(np.var(np.minimum([3, 1, 1, 0, 0], k)) for k in (1, 2, 3))]
+    np.testing.assert_allclose(stats.committed_variance(), wanted, atol=1e-3)
+
+
 def test_state_survives_json():
     stats, other = AcceptanceStats(3), AcceptanceStats(3)
     stats.record(counts(3, 2), counts(1, 2))

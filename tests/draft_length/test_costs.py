@@ -167,3 +167,17 @@ def test_a_file_by_hand_may_keep_passes_with_drafts_apart(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"forward": {"1": 0.01}, "draft": {"1": 0.001}, "verify": {"2": 0.03}}))
     assert CostProfile.read(path, "mtp").round_seconds(1, 1) == pytest.approx(0.031)
+
+
+def test_the_fixed_share_of_a_step_is_what_one_row_costs_beyond_its_own_part():
+    costs = CostProfile({1: 10.0, 4: 11.5}, {1: 1.0})
+    assert costs.fixed_share(4) == pytest.approx(9.5 / 11.5)
+
+
+def test_a_pass_with_few_drafts_stands_for_few_rows():
+    costs = CostProfile({8: 17.0}, {1: 1.0}, {2: 11.0})
+    assert costs.fixed_share(8) == pytest.approx(9.0 / 17.0)
+
+
+def test_where_few_rows_were_never_measured_half_of_a_step_is_taken_as_fixed():
+    assert CostProfile({8: 17.0}, {1: 1.0}).fixed_share(8) == 0.5

@@ -140,7 +140,7 @@ def test_measurements_and_history_survive_a_resume():
 class Prefix:
     """A probe every round: only the first row is asked for drafts."""
 
-    def choose(self, rows, *, backlog=0, remaining=0.0):
+    def choose(self, rows, *, backlog=0, remaining=0.0, spread=0.0):
         return Choice(2, 1)
 
     def record(self, outcome):

@@ -240,7 +240,7 @@ class HistoryLength:
     def __init__(self) -> None:
         self.history = 0
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = 0.0) -> Choice:
+    def choose(self, rows: int, *, backlog: int = 0, remaining: float = 0.0, spread: float = 0.0) -> Choice:
         return Choice(self.history % 4, 1 + self.history % rows)
 
     def record(self, outcome: RoundOutcome) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -40,9 +41,9 @@ class TimedLength:
         self._inner = inner
         self.rounds: list[Round] = []
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = float("inf")) -> Choice:
+    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf, spread: float = math.inf) -> Choice:
         """As the inner one says."""
-        return self._inner.choose(rows, backlog=backlog, remaining=remaining)
+        return self._inner.choose(rows, backlog=backlog, remaining=remaining, spread=spread)
 
     def record(self, outcome: RoundOutcome) -> None:
         """Note the time, then pass on."""

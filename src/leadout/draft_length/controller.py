@@ -18,6 +18,7 @@ from leadout.draft_length.acceptance import AcceptanceStats
 from leadout.draft_length.costs import CostProfile
 from leadout.draft_length.exploring import OPTIMISM, worth_exploring
 from leadout.draft_length.goodput import LEAST_GAIN, best_draft_length
+from leadout.draft_length.ragged import Endings, waiting_factor
 
 _HYSTERESIS = 1.03
 _PROBE_AFTER = 60
@@ -66,16 +67,21 @@ class RoundOutcome:
     """Seconds of everything else in the round."""
     backlog: int = 0
     """Tokens, over the rows asked, that the drafter had to catch up on first."""
+    ended: int = 0
+    """Rows that this round ended."""
+    ended_at_limit: int = 0
+    """Those of them that had no tokens left."""
 
 
 class DraftLength(Protocol):
     """Chooses k."""
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> Choice:
+    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf, spread: float = math.inf) -> Choice:
         """Drafts for a round of `rows` live rows.
 
         `backlog`: tokens, over all rows, that the drafter would first have to catch up on; `remaining`: mean tokens
-        that the rows may still generate, over which that pays back.
+        that the rows may still generate, over which that pays back; `spread`: their standard deviation over their mean,
+        infinite where other rows wait for the places of those that end.
         """
         ...
 
@@ -98,7 +104,7 @@ class FixedLength:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> Choice:
+    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf, spread: float = math.inf) -> Choice:
         """k, whatever the load."""
         return Choice(self._num_drafts, rows)
 
@@ -116,7 +122,8 @@ class FixedLength:
 class GoodputLength:
     """argmax over k of expected committed tokens / forecast seconds, with k = 0 among the choices.
 
-    Drafting must gain 4 %, and a new choice must beat the present one by 3 %. While off, a few rows probe every 60th
+    Seconds count the waiting for rows that end later. Drafting must gain 2 %, and a new choice must beat the present
+    one by 3 %. While off, a few rows probe every 60th
     round in the tail of a batch, where it costs least, else every 150th, and less often after probes that started
     nothing, so that an improving drafter is noticed; while on, every 64th round is plain, every 16th where drafts gain
     little. Until a drafter is known at all, probes follow each other within a few rounds.
@@ -136,10 +143,11 @@ class GoodputLength:
         """Forecast goodput over that of plain steps, at the latest decision."""
         self._since_look = 0
         """Rounds since a k was tried for the doubt about its cost."""
+        self._endings = Endings()
         self._decided: tuple[int, int] = (0, 0)
         """Rows of the latest decision and rounds since."""
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> Choice:
+    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf, spread: float = math.inf) -> Choice:
         """Drafts for the next round."""
         if not self.costs.is_frozen and not self.costs.forward.knows(rows):
             return Choice(0, rows)
@@ -156,18 +164,18 @@ class GoodputLength:
             return Choice(0, rows)
         decided_for, age = self._decided
         if rows != decided_for or age >= (_DECIDE_EVERY if self._current else _DECIDE_EVERY_OFF):
-            self._decide(rows, backlog, remaining)
+            self._decide(rows, backlog, remaining, spread)
             # Tries are judged at once; the first round pays for catching up and says little of the drafts themselves.
             age = _DECIDE_EVERY - (2 if backlog else 1) if self._is_trying else 0
         self._decided = rows, age + 1
         self._since_look += 1
         return Choice(self._current, rows)
 
-    def _decide(self, rows: int, backlog: int, remaining: float) -> None:
+    def _decide(self, rows: int, backlog: int, remaining: float, spread: float) -> None:
         """Set the present k, and whether that is a try of a size whose cost is in doubt."""
         self._is_trying = False
         tokens_K, verified_K = self._expected()
-        seconds_K = self._round_seconds(rows, verified_K, tokens_K, backlog, remaining)
+        seconds_K = self._round_seconds(rows, verified_K, tokens_K, backlog, remaining, spread)
         seconds_K[1:] *= LEAST_GAIN
         best = int(best_draft_length(tokens_K, seconds_K[:, None])[0])
         goodput_K = tokens_K / seconds_K
@@ -183,13 +191,16 @@ class GoodputLength:
         if tried != self._current:
             self._current, self._since_look, self._is_trying = tried, 0, True
 
-    def forecast(self, rows: int, *, backlog: int = 0, remaining: float = math.inf) -> npt.NDArray[np.float64]:
+    def forecast(
+        self, rows: int, *, backlog: int = 0, remaining: float = math.inf, spread: float = math.inf
+    ) -> npt.NDArray[np.float64]:
         """f64[K+1]: tokens per second for k = 0..K at this load, catching up spread over the rounds that remain.
 
         The seconds are those of one pace of the machine, not of this minute: only ratios have a meaning.
         """
         tokens_K, verified_K = self._expected()
-        return np.asarray(rows * tokens_K / self._round_seconds(rows, verified_K, tokens_K, backlog, remaining))
+        seconds_K = self._round_seconds(rows, verified_K, tokens_K, backlog, remaining, spread)
+        return np.asarray(rows * tokens_K / seconds_K)
 
     def _expected(self, optimism: float = 0.0) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """f64[K+1] each: tokens that a row commits, and tokens of it in the pass."""
@@ -204,12 +215,15 @@ class GoodputLength:
         tokens_K: npt.NDArray[np.float64],
         backlog: int,
         remaining: float,
+        spread: float,
     ) -> npt.NDArray[np.float64]:
-        """f64[K+1]: forecast seconds of a round, its share of the catching up included."""
+        """f64[K+1]: forecast seconds of a round, its share of catching up and of waiting for other rows included."""
         seconds_K = np.array([self.costs.round_seconds(rows, k, rows * float(v)) for k, v in enumerate(verified_K)])
         rounds_K = np.maximum(remaining / tokens_K, 1.0)
         seconds_K[1:] += self.costs.catch_up_seconds(backlog) / rounds_K[1:]
-        return seconds_K
+        uneven_K = self.acceptance.committed_variance()
+        to_limit, share = rows * self._endings.share_at_limit, self.costs.fixed_share(rows)
+        return seconds_K * waiting_factor(to_limit, share, spread, remaining, tokens_K, uneven_K)
 
     def _probe_is_due(self, rows: int) -> bool:
         if self._current:
@@ -227,6 +241,8 @@ class GoodputLength:
     def record(self, outcome: RoundOutcome) -> None:
         """Update acceptance and costs."""
         asked, rows = outcome.num_asked, outcome.drafted_B.shape[0]
+        if outcome.ended:
+            self._endings.record(outcome.ended, outcome.ended_at_limit)
         rests = not asked and not self._current and self._rounds_off % _MEASURE_EVERY_OFF > 1
         if rests and self.costs.knows_plain(rows):
             self.costs.skip()
@@ -252,14 +268,16 @@ class GoodputLength:
             "patience": self._patience,
             "most_rows": self._most_rows,
             "decided": list(self._decided),
+            "endings": self._endings.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore it."""
-        acceptance, decided = state["acceptance"], state["decided"]
+        acceptance, decided, endings = state["acceptance"], state["decided"], state["endings"]
         counts = [state[name] for name in ("current", "rounds_off", "rounds_on", "patience", "most_rows")]
-        assert isinstance(acceptance, dict) and isinstance(decided, list)
+        assert isinstance(acceptance, dict) and isinstance(decided, list) and isinstance(endings, list)
         self.acceptance.load_state_dict(acceptance)
         numbers = (int(str(count)) for count in counts)
         self._current, self._rounds_off, self._rounds_on, self._patience, self._most_rows = numbers
         self._decided = int(decided[0]), int(decided[1])
+        self._endings.restore(endings)

@@ -137,6 +137,16 @@ class CostProfile:
         curve = self.forward if self.verify.is_empty else self.verify
         return curve.least(tokens) + num_drafts * draft
 
+    def fixed_share(self, rows: int) -> float:
+        """Share of a plain step's seconds that does not depend on its rows; half where few rows were never measured."""
+        smaller = [curve for curve in (self.forward, self.verify) if not curve.is_empty and 2 * curve.smallest <= rows]
+        if not smaller:
+            return 0.5
+        curve = min(smaller, key=lambda one: one.smallest)
+        seconds = self.forward.at(rows)
+        of_each = (seconds - curve.at(curve.smallest)) / (rows - curve.smallest)
+        return min(max(1.0 - rows * of_each / seconds, 0.0), 1.0)
+
     def doubt(self, rows: int, one: float | None, other: float | None) -> float:
         """Standard deviation of the logarithm of one pass's seconds over another's.
 

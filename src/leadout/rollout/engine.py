@@ -7,6 +7,7 @@ work.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -254,10 +255,13 @@ class NativeGenerator:
             self._live = LiveRows.of([self._rows[slot] for slot in order], self._parts.device)
         choice, backlog = Choice(0, 0), 0
         if self._parts.drafter is not None:
+            remaining_B = self._table.remaining(self._live.rows)
+            remaining = float(remaining_B.mean())
             choice = self._parts.draft_length.choose(
                 len(self._live.rows),
                 backlog=self._tokens_behind(self._parts.drafter, self._live.slots),
-                remaining=float(self._table.remaining(self._live.rows).mean()),
+                remaining=remaining,
+                spread=math.inf if self._admission else float(remaining_B.std()) / remaining,
             )
             backlog = self._tokens_behind(self._parts.drafter, self._live.slots[: choice.num_rows])
         ended, outcome = run_round(self._parts, self._sampler, self._table, self._live, choice, backlog)

@@ -49,6 +49,8 @@ def run_round(
         draft_seconds=drafted_at - began,
         verify_seconds=time.perf_counter() - drafted_at,
         backlog=backlog,
+        ended=len(ended),
+        ended_at_limit=sum(row.finish is row.limit_finish for row in ended),
     )
     return ended, outcome
 
