@@ -187,7 +187,10 @@ class GoodputLength:
             return
         hoped_K = self._expected(OPTIMISM)[0]
         hoped_K[self._current] = tokens_K[self._current]
-        tried = worth_exploring(self.costs, rows, self._current, self._since_look, hoped_K, verified_K, seconds_K)
+        catch_up = self.costs.catch_up_seconds(backlog)
+        tried = worth_exploring(
+            self.costs, rows, self._current, self._since_look, hoped_K, verified_K, seconds_K, catch_up
+        )
         if tried != self._current:
             self._current, self._since_look, self._is_trying = tried, 0, True
 

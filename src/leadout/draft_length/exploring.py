@@ -20,8 +20,9 @@ _LOOK_AFTER, _LOOK_YOUNG_AFTER = 32, 16
 """Rounds of drafting between second looks at sizes that were measured before; at those measured a few times only."""
 _RARER_WHILE_OFF = 4
 """Times as long without drafts: all rows would have to catch up first."""
-_LOOK_SHARE = 0.02
-"""Share of the time since the last look that a second look may lose, going by the forecast."""
+_LOOK_SHARE, _LOOK_SHARE_OFF = 0.02, 0.01
+"""Share of the time since the last look that a second look may lose, going by the forecast; less while off, where
+probes cost as much again."""
 OPTIMISM = 1.0
 """Standard deviations by which acceptance may be better than it looks, where a k is tried."""
 _DOUBTS = 2.0
@@ -36,6 +37,7 @@ def worth_exploring(
     tokens_K: npt.NDArray[np.float64],
     verified_K: npt.NDArray[np.float64],
     seconds_K: npt.NDArray[np.float64],
+    catch_up: float,
 ) -> int:
     """The k that might gain most, as far as its cost is in doubt; the present one if none might gain enough.
 
@@ -50,12 +52,13 @@ def worth_exploring(
         tokens_K: Tokens that a row commits for k = 0..K.
         verified_K: Tokens of a row in the pass.
         seconds_K: Forecast seconds of a round.
+        catch_up: Seconds that drafting has to catch up on first.
 
     """
     goodput_K, chosen = tokens_K / seconds_K, current
     most = _EXPLORE_GAIN * float(goodput_K[current])
-    lost_K = seconds_K - tokens_K / goodput_K[current]
-    may_lose = _LOOK_SHARE * since_look * float(seconds_K[current])
+    lost_K = seconds_K - tokens_K / goodput_K[current] + catch_up
+    may_lose = (_LOOK_SHARE if current else _LOOK_SHARE_OFF) * since_look * float(seconds_K[current])
     present = rows * float(verified_K[current]) if current else None
     for k in range(1, tokens_K.size):
         size = rows * float(verified_K[k])
