@@ -120,6 +120,17 @@ def test_probes_are_at_most_two_in_a_hundred_rounds_at_any_load():
         assert 0 < np.count_nonzero(chosen[200:]) <= 0.02 * 4800
 
 
+@pytest.mark.parametrize("draft", [5.0, 20.0])
+def test_probes_cost_at_most_one_percent_of_the_time_however_dear_drafts_are(draft):
+    machine = Machine(0.0, draft=draft)
+    length = GoodputLength(5)
+    machine.run(length, 1, 200)
+    machine.clock = 0.0
+    machine.run(length, 1, 20_000)
+    plain = 20_000 * machine.seconds(1, 0)
+    assert plain < machine.clock < 1.012 * plain
+
+
 def test_speculation_comes_on_when_the_drafter_has_improved():
     machine, length = Machine(0.02), GoodputLength(5)
     machine.run(length, 2, 2000)

@@ -31,6 +31,8 @@ _KNOWN = 8.0
 """Row-rounds asked after which acceptance counts as known."""
 _PROBE_SHARE = 16
 """One row in so many drafts in a probe."""
+_PROBE_LOSS = 0.01
+"""Share of the time since the last probe that one may lose: dear drafts are probed more rarely."""
 _REFRESH_AFTER, _REFRESH_NARROW_AFTER, _NARROW = 64, 16, 1.15
 """Rounds of drafting after which a plain step keeps its time fresh; sooner where drafts gain less than the last."""
 _DECIDE_EVERY, _DECIDE_EVERY_OFF = 4, 32
@@ -151,12 +153,12 @@ class GoodputLength:
         """Drafts for the next round."""
         if not self.costs.is_frozen and not self.costs.forward.knows(rows):
             return Choice(0, rows)
-        if self._probe_is_due(rows):
+        if self._probe_is_due(rows, backlog):
             if self.acceptance.num_asked >= 4 * _KNOWN:
                 self._patience = min(2 * self._patience, _MOST_PATIENCE)
             self._rounds_off = 0
             self._most_rows = 0
-            return Choice(min(3, self._max_length), -(-rows // _PROBE_SHARE))
+            return Choice(*self._probe(rows))
         self._rounds_on = self._rounds_on + 1 if self._current else 0
         refresh = _REFRESH_AFTER if self._gain > _NARROW else _REFRESH_NARROW_AFTER
         if self._rounds_on > refresh and not self.costs.is_frozen:
@@ -228,7 +230,11 @@ class GoodputLength:
         to_limit, share = rows * self._endings.share_at_limit, self.costs.fixed_share(rows)
         return seconds_K * waiting_factor(to_limit, share, spread, remaining, tokens_K, uneven_K)
 
-    def _probe_is_due(self, rows: int) -> bool:
+    def _probe(self, rows: int) -> tuple[int, int]:
+        """Drafts, and rows that make them."""
+        return min(3, self._max_length), -(-rows // _PROBE_SHARE)
+
+    def _probe_is_due(self, rows: int, backlog: int) -> bool:
         if self._current:
             # One round to see what it costs is not speculation that has started.
             self._patience = self._patience if self._is_trying else 1
@@ -237,6 +243,12 @@ class GoodputLength:
         self._most_rows = max(self._most_rows, rows)
         if self.acceptance.num_asked < _KNOWN:
             return self._rounds_off > _FIRST_PROBE_AFTER
+        k, asked = self._probe(rows)
+        step = self.costs.forward.at(rows)
+        lost = self.costs.round_seconds(asked, k, rows + k * asked) - step
+        lost += self.costs.catch_up_seconds(backlog * asked // rows)
+        if lost > _PROBE_LOSS * self._rounds_off * step:
+            return False
         in_tail = 2 * rows <= self._most_rows or rows == 1
         waited = self._rounds_off / self._patience
         return waited > _PROBE_AT_LATEST or (waited > _PROBE_AFTER and in_tail)
