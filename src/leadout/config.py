@@ -222,7 +222,7 @@ class Draft(Section):
 
     enabled: bool | Literal["auto"] = "auto"
     """`auto`: on for draft heads; a small model learns (is distilled) with `true` only."""
-    loss_fn: str = "ce"
+    loss_fn: str = "lk"
     """`ce`, `kl`, `tv`, `lk`, or a weighted sum such as `ce+tv` or `0.3*ce+0.7*tv`."""
     ttt_steps: Annotated[int, Field(ge=1, le=8)] = 3
     """Unrolled steps of test-time training."""

@@ -113,7 +113,7 @@ def train(
         float, typer.Option(callback=finite, min=0.01, help="Sampling temperature of the later run.")
     ] = 1.0,
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Draft vocabulary; the policy's by default.")] = None,
-    loss_fn: Annotated[str, typer.Option(help="ce, kl, tv, lk or a sum such as ce+tv.")] = "ce",
+    loss_fn: Annotated[str, typer.Option(help="ce, kl, tv, lk or a sum such as ce+tv.")] = "lk",
     ttt_steps: Annotated[int, typer.Option(min=1, max=8, help="Unrolled steps.")] = 3,
     learning_rate: Annotated[float, typer.Option(callback=finite, help="Of the drafter.")] = 1e-3,
     drafts: Annotated[int, typer.Option(min=1, max=8, help="Drafts of a round that are measured.")] = 3,

@@ -41,7 +41,7 @@ class UpdateSettings:
 class DraftSettings:
     """How the drafter learns."""
 
-    loss_fn: str = "ce"
+    loss_fn: str = "lk"
     """As `leadout.train.draft_loss.make_loss` takes it."""
     steps: int = 3
     """Unrolled steps of training-time test."""
