@@ -228,7 +228,8 @@ class Draft(Section):
     """Unrolled steps of test-time training."""
     ttt_decay: Share = 0.8
     """Weight of unrolled step i is decay**i."""
-    learning_rate: float = Field(default=1e-3, gt=0.0)
+    learning_rate: float | None = Field(default=None, gt=0.0)
+    """null: 1e-3 for a drafter that starts untrained, 1e-4 for one that was trained before."""
     warmup_steps: Count = 20
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     passes: Positive = 1
@@ -249,6 +250,12 @@ class Draft(Section):
     """Tapped layers (the state entering them) in rising order; null is (2, L/2, L-3)."""
     measure_tokens: Positive = 4096
     """At most this many response tokens a step measure the expected acceptance length."""
+
+    def rate(self, *, trained: bool) -> float:
+        """The learning rate. Steps that teach an untrained drafter cost a trained one what it knows (measured)."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 1e-4 if trained else 1e-3
 
     @field_validator("layer_ids")
     @classmethod

@@ -13,6 +13,7 @@ from leadout.config import RunConfig
 from leadout.logprob.policy_forward import ForwardSettings, PackedForward
 from leadout.models.draft_head import DraftHead
 from leadout.models.loading import load_policy, read_config, resolve
+from leadout.models.mtp_io import has_mtp
 from leadout.models.spec import DecoderSpec
 from leadout.records import SamplingParams
 from leadout.refit.publish import weight_update
@@ -76,7 +77,7 @@ def make_learner(
             student = small_student(speculation.model, model, config.train.dtype, _forward_settings(config))
         drafter = DraftTrainer(
             student,
-            _draft_settings(config, is_small=head is None),
+            _draft_settings(config, is_small=head is None, trained=_starts_trained(config, path)),
             temperature=config.rollout.temperature,
             seed=config.seed,
         )
@@ -143,14 +144,22 @@ def _settings(config: RunConfig, params: SamplingParams) -> LearnerSettings:
     )
 
 
-def _draft_settings(config: RunConfig, *, is_small: bool) -> DraftSettings:
+def _starts_trained(config: RunConfig, path: Path) -> bool:
+    """Whether the drafter was given, by the recipe or by the policy's checkpoint; `path`: the policy's folder."""
+    speculation = config.rollout.speculative_config
+    return speculation is not None and (
+        speculation.model is not None or (speculation.draft_head == "mtp" and has_mtp(path))
+    )
+
+
+def _draft_settings(config: RunConfig, *, is_small: bool, trained: bool) -> DraftSettings:
     draft = config.draft
     return DraftSettings(
         loss_fn=draft.loss_fn,
         # What a small model says at a token does not depend on the round: there is nothing to unroll.
         steps=1 if is_small else draft.ttt_steps,
         decay=draft.ttt_decay,
-        learning_rate=draft.learning_rate,
+        learning_rate=draft.rate(trained=trained),
         warmup_steps=draft.warmup_steps,
         max_grad_norm=draft.max_grad_norm,
         passes=draft.passes,
