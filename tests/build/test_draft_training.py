@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from leadout.build import draft_training
 from leadout.build.draft_info import draft_info
-from leadout.build.draft_plan import DraftPlan
+from leadout.build.draft_plan import DraftPlan, draft_settings
 from leadout.build.draft_training import LENGTH, train_draft
 from leadout.build.kept_rollouts import read_rollouts
 from leadout.config import Dataset, Draft
@@ -42,6 +42,20 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> DraftPlan:
         draft=Draft(vocab_size=128, layer_ids=(1, 2, 3), learning_rate=5e-3, warmup_steps=2),
         dtype="float32",
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "rate"),
+    [
+        ({}, 1e-3),
+        ({"init": Path("head")}, 1e-4),
+        ({"init": Path("cut"), "method": "small_model"}, 1e-3),
+        ({"init": Path("head"), "draft": Draft(learning_rate=2e-4)}, 2e-4),
+    ],
+)
+def test_a_head_to_go_on_from_takes_smaller_steps_unless_told_otherwise(changes, rate):
+    plan = DraftPlan(model="policy", data={}, num_rollouts=8, passes=1, **changes)
+    assert draft_settings(plan).learning_rate == rate
 
 
 def train(plan: DraftPlan, out: Path) -> tuple[dict[str, float], str]:

@@ -98,7 +98,8 @@ def draft_settings(plan: DraftPlan) -> DraftSettings:
         # What a small model says at a token does not depend on the round: there is nothing to unroll.
         steps=1 if plan.method == "small_model" else draft.ttt_steps,
         decay=draft.ttt_decay,
-        learning_rate=draft.rate(trained=False),
+        # A small model that was cut from the policy knows little; a head to go on from knows what it was taught.
+        learning_rate=draft.rate(trained=plan.init is not None and plan.method != "small_model"),
         warmup_steps=draft.warmup_steps,
         decay_from=updates // 2,
         decay_updates=updates,

@@ -115,7 +115,9 @@ def train(
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Draft vocabulary; the policy's by default.")] = None,
     loss_fn: Annotated[str, typer.Option(help="ce, kl, tv, lk or a sum such as ce+tv.")] = "lk",
     ttt_steps: Annotated[int, typer.Option(min=1, max=8, help="Unrolled steps.")] = 3,
-    learning_rate: Annotated[float, typer.Option(callback=finite, help="Of the drafter.")] = 1e-3,
+    learning_rate: Annotated[
+        float | None, typer.Option(callback=finite, help="1e-3, or 1e-4 for a head to go on from, unless named here.")
+    ] = None,
     drafts: Annotated[int, typer.Option(min=1, max=8, help="Drafts of a round that are measured.")] = 3,
     held_out: Annotated[int, typer.Option(min=1, help="Most held-out prompts of each data set.")] = 48,
     measure_every: Annotated[int, typer.Option(min=1, help="Batches between measurements.")] = 4,
