@@ -268,14 +268,24 @@ def dear_round(machine: Machine, k: int, dearer: float = 1.7) -> RoundOutcome:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_length_first_measured_in_a_slow_moment_is_found_all_the_same(seed):
+STAYS = "sizes next to each other count as equally well known, so k = 2, 0.9 of k = 3 here, is never doubted against it"
+
+
+@pytest.mark.parametrize(
+    ("slow", "seed"),
+    [
+        *((14.0, seed) for seed in range(4)),
+        pytest.param(18.0, 0, marks=pytest.mark.xfail(strict=True, reason=STAYS)),
+        *((18.0, seed) for seed in range(1, 4)),
+    ],
+)
+def test_a_length_first_measured_in_a_slow_moment_is_found_all_the_same(slow, seed):
     machine, length = Machine(0.77, per_token=0.3), GoodputLength(4)
     machine.rng = np.random.default_rng(seed)
     machine.run(length, 1, 8)
     for _ in range(40):
         # Only longer drafts meet the slow moment.
-        machine.step = 14.0 if length._current > 1 else 10.0
+        machine.step = slow if length._current > 1 else 10.0
         machine.round(length, 1)
     machine.step = 10.0
     machine.run(length, 1, 600)

@@ -36,7 +36,7 @@ _PROBE_LOSS = 0.01
 _REFRESH_AFTER, _REFRESH_NARROW_AFTER, _NARROW = 64, 16, 1.15
 """Rounds of drafting after which a plain step keeps its time fresh; sooner where drafts gain less than the last."""
 _DECIDE_EVERY, _DECIDE_EVERY_OFF = 4, 32
-"""Rounds between decisions while the rows stay the same; a decision costs a fraction of a millisecond."""
+"""Rounds between decisions while the rows stay the same; one costs a fraction of a millisecond."""
 _MEASURE_EVERY_OFF = 6
 """Plain steps are many while off: two in so many are enough, and the arithmetic is what a resting drafter costs."""
 
@@ -158,7 +158,7 @@ class GoodputLength:
                 self._patience = min(2 * self._patience, _MOST_PATIENCE)
             self._rounds_off = 0
             self._most_rows = 0
-            return Choice(*self._probe(rows))
+            return self._probe(rows)
         self._rounds_on = self._rounds_on + 1 if self._current else 0
         refresh = _REFRESH_AFTER if self._gain > _NARROW else _REFRESH_NARROW_AFTER
         if self._rounds_on > refresh and not self.costs.is_frozen:
@@ -230,9 +230,8 @@ class GoodputLength:
         to_limit, share = rows * self._endings.share_at_limit, self.costs.fixed_share(rows)
         return seconds_K * waiting_factor(to_limit, share, spread, remaining, tokens_K, uneven_K)
 
-    def _probe(self, rows: int) -> tuple[int, int]:
-        """Drafts, and rows that make them."""
-        return min(3, self._max_length), -(-rows // _PROBE_SHARE)
+    def _probe(self, rows: int) -> Choice:
+        return Choice(min(3, self._max_length), -(-rows // _PROBE_SHARE))
 
     def _probe_is_due(self, rows: int, backlog: int) -> bool:
         if self._current:
@@ -243,15 +242,18 @@ class GoodputLength:
         self._most_rows = max(self._most_rows, rows)
         if self.acceptance.num_asked < _KNOWN:
             return self._rounds_off > _FIRST_PROBE_AFTER
-        k, asked = self._probe(rows)
-        step = self.costs.forward.at(rows)
-        lost = self.costs.round_seconds(asked, k, rows + k * asked) - step
-        lost += self.costs.catch_up_seconds(backlog * asked // rows)
-        if lost > _PROBE_LOSS * self._rounds_off * step:
-            return False
         in_tail = 2 * rows <= self._most_rows or rows == 1
-        waited = self._rounds_off / self._patience
-        return waited > _PROBE_AT_LATEST or (waited > _PROBE_AFTER and in_tail)
+        if self._rounds_off <= self._patience * (_PROBE_AFTER if in_tail else _PROBE_AT_LATEST):
+            return False
+        # Only now: a forecast in every round is more than a resting drafter should cost.
+        return self._probe_loss(rows, backlog) <= _PROBE_LOSS * self._rounds_off
+
+    def _probe_loss(self, rows: int, backlog: int) -> float:
+        """What a probe costs, its catching up included, in plain steps."""
+        probe = self._probe(rows)
+        k, asked = probe.num_drafts, probe.num_rows
+        catch_up = self.costs.catch_up_seconds(backlog * asked // rows)
+        return (self.costs.round_seconds(asked, k, rows + k * asked) + catch_up) / self.costs.forward.at(rows) - 1.0
 
     def record(self, outcome: RoundOutcome) -> None:
         """Update acceptance and costs."""
