@@ -1,4 +1,4 @@
-"""The learner's forward and backward pass over a step's packs: attention by layout beside one mask over the pack.
+"""The learner's forward and backward pass over a step's packs: native layers beside transformers'.
 
     python benchmarks/train_stage.py                                  # 4 prompts x 8 completions x 32 tokens
     python benchmarks/train_stage.py --prompts 8 --generations 1      # packs of different prompts
@@ -41,7 +41,7 @@ def main() -> None:
     groups = make_groups(options)
     completions = options.prompts * options.generations
     sizes = sorted({min(8, completions), min(16, completions), completions})
-    contenders = [(f"{attention}, packs of {size}", attention, size) for size in sizes for attention in ATTENTION]
+    contenders = [(f"{layers}, packs of {size}", layers, size) for size in sizes for layers in LAYERS]
     forward = PackedForward(model, ForwardSettings(temperature=1.0))
     if options.profile:
         forward.settings = replace(forward.settings, max_completions=completions)
@@ -49,8 +49,8 @@ def main() -> None:
         return
     taken: dict[str, list[float]] = {label: [] for label, _, _ in contenders}
     for _ in range(options.turns + 1):
-        for label, attention, size in contenders:
-            forward.settings = replace(forward.settings, max_completions=size, attention=attention)
+        for label, layers, size in contenders:
+            forward.settings = replace(forward.settings, max_completions=size, layers=layers)
             taken[label].append(seconds(forward, groups))
     base = statistics.median(taken[contenders[0][0]][1:])
     print("| | s | quartiles | x of the first |\n|---|---|---|---|")
@@ -59,7 +59,7 @@ def main() -> None:
         print(f"| {label} | {middle:.2f} | {low:.2f}..{high:.2f} | {middle / base:.2f} |")
 
 
-ATTENTION: tuple[Literal["mask", "layout"], ...] = ("mask", "layout")
+LAYERS: tuple[Literal["mask", "layout", "best"], ...] = ("mask", "layout", "best")
 
 
 def seconds(forward: PackedForward, groups: list[Group]) -> float:

@@ -33,10 +33,10 @@ def packed(forward, groups) -> list[torch.Tensor]:
     return [forward.run(batch).logprobs_R for batch in packs]
 
 
-@pytest.mark.parametrize("attention", ["layout", "mask", "by_size"])
+@pytest.mark.parametrize("layers", ["layout", "mask", "best"])
 @pytest.mark.parametrize("max_completions", [1, 2, 3, 7])
 @pytest.mark.parametrize("tied", [True, False])
-def test_packed_log_probabilities_and_gradients_equal_plain_passes(max_completions, tied, attention):
+def test_packed_log_probabilities_and_gradients_equal_plain_passes(max_completions, tied, layers):
     model = tiny_policy(tied=tied)
     groups = random_groups(LENGTHS)
     weights = torch.linspace(0.5, 2.0, 21, dtype=torch.float64)
@@ -45,7 +45,7 @@ def test_packed_log_probabilities_and_gradients_equal_plain_passes(max_completio
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
 
-    forward = make_forward(model, temperature=0.8, max_completions=max_completions, attention=attention)
+    forward = make_forward(model, temperature=0.8, max_completions=max_completions, layers=layers)
     assert forward.decoder.config._attn_implementation == NAME
     got = torch.cat(packed(forward, groups))
     (got * weights).sum().backward()

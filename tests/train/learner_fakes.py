@@ -173,7 +173,7 @@ def _eagle3_head(model, reduced: bool, parallel: bool, generator: torch.Generato
 
 def make_forward(model, **settings):
     """Attention in rows, which tiny packs would not take by themselves."""
-    defaults = {"temperature": 1.0, "max_completions": 8, "chunk_size": 7, "autocast": False, "attention": "layout"}
+    defaults = {"temperature": 1.0, "max_completions": 8, "chunk_size": 7, "autocast": False, "layers": "layout"}
     return PackedForward(model, ForwardSettings(**(defaults | settings)))
 
 

@@ -1,9 +1,10 @@
 """Stage logprob: the policy's forward pass over a pack, used by the logprob pass and by training alike.
 
 It runs a Hugging Face causal language model over the flat pack, so that a prompt is computed once for all its
-completions: with attention of its own (`leadout.logprob.pack_attention`) where the model calls attention through
-transformers' interface, else under the pack's mask. Models whose attention takes neither get one padded row per
-completion. Tapped layers are read through hooks on those layers only.
+completions: its layers in native code (`leadout.logprob.native_body`) where there is some; else with attention of its
+own (`leadout.logprob.pack_attention`) where the model calls attention through transformers' interface, else under the
+pack's mask. Models whose attention takes neither get one padded row per completion. Outside native code tapped layers
+are read through hooks on those layers only.
 
 Axes: T tokens of a pack, R response tokens, B rows and S columns of the padded form, H policy width, F taps,
 V vocabulary.
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from leadout.batch import PolicyOutput, TrainBatch
 from leadout.errors import ModelError
 from leadout.interfaces import Auditor
+from leadout.logprob.native_body import NativeBody
 from leadout.logprob.pack import block_mask, pack_groups, padded_rows
 from leadout.logprob.pack_attention import NAME, PackLayout, layout_pays, use_pack_attention
 from leadout.logprob.recompute import token_logprobs
@@ -46,8 +48,9 @@ class ForwardSettings:
     """Positions whose full-vocabulary logits exist at once."""
     autocast: bool = True
     """Matrix products of the body in bfloat16."""
-    attention: Literal["by_size", "layout", "mask"] = "by_size"
-    """How tokens of a pack are kept apart where the model can do both; equal but for rounding."""
+    layers: Literal["best", "layout", "mask"] = "best"
+    """Native code where it can be had and else transformers' layers, or always these: with attention in rows or under a
+    mask of the pack, where the model can do both ("best": by size). Equal but for rounding."""
 
 
 class PackedForward:
@@ -71,6 +74,7 @@ class PackedForward:
             logger.warning("completions do not share their prompt's forward pass: %s", reason)
         elif getattr(self.decoder, "_supports_attention_backend", False):
             use_pack_attention(self.decoder)
+        self.native = self._native_body() if settings.autocast and settings.layers == "best" else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,12 +136,22 @@ class PackedForward:
         weight_VH: Tensor = self.head.weight.detach()
         return weight_VH if token_ids_V is None else weight_VH[token_ids_V]
 
+    def _native_body(self) -> NativeBody | None:
+        body = NativeBody.of(self.model)
+        if isinstance(body, str):
+            logger.info("the policy's layers run as transformers has them: %s", body)
+            return None
+        return body
+
     def _autocast(self) -> torch.autocast:
         enabled = self.settings.autocast and self.dtype is torch.float32
         return torch.autocast(self.head.weight.device.type, dtype=torch.bfloat16, enabled=enabled)
 
     def _states(self, batch: TrainBatch, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """States of the response tokens, and the tapped ones of all."""
+        if self.native is not None and self.settings.layers == "best":
+            hidden_TH, taps_TF = self.native.run(batch, taps)
+            return hidden_TH[batch.previous_T[batch.response_R]], taps_TF
         with self._captured(taps) as captured, self._autocast():
             if not self.shared:
                 return self._unshared(batch, taps, captured)
@@ -162,9 +176,9 @@ class PackedForward:
         return out[0]
 
     def _in_rows(self, batch: TrainBatch) -> bool:
-        if self.decoder.config._attn_implementation != NAME or self.settings.attention == "mask":
+        if self.decoder.config._attn_implementation != NAME or self.settings.layers == "mask":
             return False
-        return self.settings.attention == "layout" or layout_pays(batch)
+        return self.settings.layers == "layout" or layout_pays(batch)
 
     def _unshared(
         self, batch: TrainBatch, taps: tuple[int, ...], captured: dict[int, Tensor]

@@ -6,6 +6,7 @@
 #include "draft_head.hpp"
 #include "filters.hpp"
 #include "sampling.hpp"
+#include "train_layer.hpp"
 
 using namespace leadout;
 
@@ -112,6 +113,23 @@ void lo_head_logits(void* head, const float* hidden, int rows, int64_t stride, f
   Pool& pool = Pool::shared();
   std::lock_guard<std::mutex> lock(pool.guard);
   static_cast<DraftHead*>(head)->logits(pool, hidden, rows, stride, out);
+}
+
+void* lo_train_layer_new(const TrainSpec* spec) { return new TrainLayer(*spec); }
+void lo_train_layer_free(void* layer) { delete static_cast<TrainLayer*>(layer); }
+
+void lo_train_layer_forward(void* layer, const Pack* pack, const TrainWeights* weights, const float* x,
+                            const Kept* kept, float* out) {
+  Pool& pool = Pool::shared();
+  std::lock_guard<std::mutex> lock(pool.guard);
+  static_cast<TrainLayer*>(layer)->forward(pool, *pack, *weights, x, *kept, out);
+}
+
+void lo_train_layer_backward(void* layer, const Pack* pack, const TrainWeights* weights, const float* x,
+                             const Kept* kept, const float* dout, float* dx, const TrainWeights* gradients) {
+  Pool& pool = Pool::shared();
+  std::lock_guard<std::mutex> lock(pool.guard);
+  static_cast<TrainLayer*>(layer)->backward(pool, *pack, *weights, x, *kept, dout, dx, *gradients);
 }
 
 // In place on f32[X, stride]; temperatures f64[X]; sums f32[X, blocks]; totals f64[X].

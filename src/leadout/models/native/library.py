@@ -83,6 +83,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "lo_head_load": (None, [_pointer, *[_pointer] * 13, _int]),
     "lo_head_run": (None, [_pointer, _pointer, _pointer]),
     "lo_head_logits": (None, [_pointer, _pointer, _int, _long, _pointer]),
+    "lo_train_layer_new": (_pointer, [_pointer]),
+    "lo_train_layer_free": (None, [_pointer]),
+    "lo_train_layer_forward": (None, [_pointer] * 6),
+    "lo_train_layer_backward": (None, [_pointer] * 8),
     "lo_filter": (None, [_pointer, _int, _long, _pointer, _pointer, _pointer, _pointer]),
     "lo_law": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
     "lo_draw_next": (
