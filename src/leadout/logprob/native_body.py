@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from leadout.batch import TrainBatch
 from leadout.errors import ModelError
 from leadout.logprob.pack import segments
+from leadout.models.native.check import usable_library
 from leadout.models.native.decoder import fits
-from leadout.models.native.library import native_library
 from leadout.models.native.train_layer import WEIGHTS, NativeLayer, PackSegments
 from leadout.models.spec import DecoderSpec
 
@@ -42,7 +42,7 @@ class NativeBody:
         reason = _unknown_form(model)
         if reason is not None:
             return reason
-        library = native_library()
+        library = usable_library()
         if library is None:
             return "native kernels are off"
         spec = DecoderSpec.from_config(model.config.to_dict())

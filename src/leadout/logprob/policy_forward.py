@@ -28,6 +28,7 @@ from leadout.logprob.native_body import NativeBody
 from leadout.logprob.pack import block_mask, pack_groups, padded_rows
 from leadout.logprob.pack_attention import NAME, PackLayout, layout_pays, use_pack_attention
 from leadout.logprob.recompute import token_logprobs
+from leadout.models.native.output_head import NativeHead
 from leadout.records import FloatArray, Group
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,9 @@ class PackedForward:
             logger.warning("completions do not share their prompt's forward pass: %s", reason)
         elif getattr(self.decoder, "_supports_attention_backend", False):
             use_pack_attention(self.decoder)
-        self.native = self._native_body() if settings.autocast and settings.layers == "best" else None
+        best = settings.autocast and settings.layers == "best"
+        self.native = self._native_body() if best else None
+        self.native_head = NativeHead.of(self.head.weight) if best else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,6 +120,7 @@ class PackedForward:
             chunk_size=self.settings.chunk_size,
             bias_V=getattr(self.head, "bias", None),
             low_gradients=self.settings.autocast and self.dtype is torch.float32,
+            native=self.native_head if self.settings.layers == "best" else None,
             watch=watch,
         )
         return PolicyOutput(

@@ -1,8 +1,8 @@
 """Stage logprob, second half: log-probabilities of given tokens from the policy's last hidden state.
 
 The output matrix is applied to a chunk of positions at a time, in the forward pass and, where there are several
-chunks, again in the backward pass, so that logits over the vocabulary never exist for a whole batch. Logits are
-computed in float32 (float64 for a float64 policy) whatever the body runs in.
+chunks, again in the backward pass, so that logits over the vocabulary never exist for a whole batch. Logits are float32
+(float64 for a float64 policy) whatever the body runs in; in native code their products' operands are bfloat16.
 
 Axes: R positions, H policy width, V vocabulary, C positions of a chunk.
 """
@@ -10,7 +10,7 @@ Axes: R positions, H policy width, V vocabulary, C positions of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ def token_logprobs(
     chunk_size: int,
     bias_V: Tensor | None = None,
     low_gradients: bool = False,
+    native: HeadMath | None = None,
     watch: Watch | None = None,
 ) -> TokenLogprobs:
     """Log-probabilities of `targets_R` under softmax(hidden @ head^T / temperature).
@@ -52,24 +53,110 @@ def token_logprobs(
         chunk_size: Positions whose logits exist at once.
         bias_V: The output matrix's bias, if it has one.
         low_gradients: Matrix products of the backward pass in bfloat16, as autocast does for all other layers.
+        native: Takes the place of PyTorch's operators where there is no bias; its products take bfloat16 operands, and
+            `low_gradients` is for the operators.
         watch: Sees the logits of every chunk in the forward pass.
 
     """
     assert temperature > 0.0, "the law of a greedy rollout has no density to train on"
     dtype = torch.promote_types(hidden_RH.dtype, torch.float32)
+    math = native if native is not None and bias_V is None else OperatorHead(bias_V, low_gradients=low_gradients)
     with torch.autocast(hidden_RH.device.type, enabled=False):
         out: tuple[Tensor, Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden_RH.to(dtype), head_VH.to(dtype), bias_V, targets_R, temperature, chunk_size, low_gradients, watch
+            hidden_RH.to(dtype), head_VH.to(dtype), bias_V, targets_R, temperature, chunk_size, math, watch
         )
     return TokenLogprobs(*out)
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """d logprob[r] / d logits[r] = (onehot(target) - softmax) / temperature.
+class HeadMath(Protocol):
+    """How a chunk's logits, law and gradients are computed."""
 
-    The softmax of a lone chunk is kept for the backward pass, which follows at once; those of several are computed
-    again.
+    def logits(self, hidden_CH: Tensor, head_VH: Tensor) -> Tensor:
+        """hidden @ head^T, [C, V]."""
+        ...
+
+    def law(self, logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Of softmax(logits / temperature): log-probabilities of the targets, entropies, log normalizers."""
+        ...
+
+    def back(
+        self,
+        hidden_CH: Tensor,
+        head_VH: Tensor,
+        logits_CV: Tensor,
+        targets_C: Tensor,
+        temperature: float,
+        log_normalizer_C: Tensor,
+        slope_C: Tensor,
+        grad_head_VH: Tensor | None,
+        *,
+        add: bool,
+    ) -> Tensor:
+        """Gradient of sum(slope * logprob) to the hidden states; `grad_head_VH` is set, or added to.
+
+        d logprob[r] / d logits[r] = (onehot(target) - softmax) / temperature.
+        """
+        ...
+
+
+class OperatorHead:
+    """PyTorch's operators, on any device and in any type.
+
+    Where logits and probabilities of a chunk are needed, one takes the other's place. With a bias its gradient falls
+    off in `back`.
     """
+
+    def __init__(self, bias_V: Tensor | None, *, low_gradients: bool) -> None:
+        """`low_gradients`: matrix products of the backward pass in bfloat16."""
+        self._bias_V = bias_V
+        self._low_gradients = low_gradients
+        self.grad_bias_V: Tensor | None = None
+
+    def logits(self, hidden_CH: Tensor, head_VH: Tensor) -> Tensor:
+        """In the type of its arguments."""
+        return torch.nn.functional.linear(hidden_CH, head_VH, self._bias_V)
+
+    def law(self, logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Leaves the logits as they are."""
+        log_probs_CV = logits_CV / temperature
+        log_normalizer_C = log_probs_CV.logsumexp(-1)
+        log_probs_CV.sub_(log_normalizer_C[:, None])
+        logprobs_C = log_probs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
+        return logprobs_C, -torch.linalg.vecdot(log_probs_CV.exp(), log_probs_CV), log_normalizer_C
+
+    def back(
+        self,
+        hidden_CH: Tensor,
+        head_VH: Tensor,
+        logits_CV: Tensor,
+        targets_C: Tensor,
+        temperature: float,
+        log_normalizer_C: Tensor,
+        slope_C: Tensor,
+        grad_head_VH: Tensor | None,
+        *,
+        add: bool,
+    ) -> Tensor:
+        """As `HeadMath` has it."""
+        scaled_C = slope_C / temperature
+        grad_CV = (logits_CV / temperature).sub_(log_normalizer_C[:, None]).exp_().mul_(-scaled_C[:, None])
+        grad_CV.scatter_add_(-1, targets_C[:, None], scaled_C[:, None])
+        if self._bias_V is not None:
+            part_V = grad_CV.sum(0)
+            self.grad_bias_V = part_V if self.grad_bias_V is None else self.grad_bias_V + part_V
+        dtype = torch.bfloat16 if self._low_gradients else head_VH.dtype
+        factor_CV = grad_CV.to(dtype)
+        if grad_head_VH is not None:
+            part_VH = torch.mm(factor_CV.T, hidden_CH.to(dtype))
+            if add:
+                grad_head_VH.add_(part_VH)
+            else:
+                grad_head_VH.copy_(part_VH)
+        return torch.mm(factor_CV, head_VH.to(dtype)).to(hidden_CH.dtype)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """The logits of a lone chunk are kept for the backward pass, which follows at once; others are computed again."""
 
     @staticmethod
     def forward(
@@ -80,57 +167,45 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_R: Tensor,
         temperature: float,
         chunk_size: int,
-        low_gradients: bool,
+        math: HeadMath,
         watch: Watch | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs_R, entropy_R, log_normalizer_R = (hidden_RH.new_empty(hidden_RH.shape[0]) for _ in range(3))
-        kept_CV: Tensor | None = None
+        logits_CV: Tensor | None = None
         for start in range(0, hidden_RH.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
-            logits_CV = torch.nn.functional.linear(hidden_RH[rows], head_VH, bias_V)
+            logits_CV = math.logits(hidden_RH[rows], head_VH)
             if watch is not None:
                 watch(start, logits_CV)
-            if temperature != 1.0:
-                logits_CV /= temperature
-            log_normalizer_C = logits_CV.logsumexp(-1)
-            log_normalizer_R[rows] = log_normalizer_C
-            log_probs_CV = logits_CV.sub_(log_normalizer_C[:, None])
-            logprobs_R[rows] = log_probs_CV.gather(-1, targets_R[rows, None]).squeeze(-1)
-            probs_CV = log_probs_CV.exp()
-            entropy_R[rows] = -torch.linalg.vecdot(probs_CV, log_probs_CV)
-            kept_CV = probs_CV
+            logprobs_R[rows], entropy_R[rows], log_normalizer_R[rows] = math.law(
+                logits_CV, targets_R[rows], temperature
+            )
         keeps = any(ctx.needs_input_grad[:3]) and hidden_RH.shape[0] <= chunk_size
-        ctx.save_for_backward(hidden_RH, head_VH, bias_V, targets_R, log_normalizer_R, kept_CV if keeps else None)
-        ctx.temperature, ctx.chunk_size, ctx.low_gradients = temperature, chunk_size, low_gradients
+        ctx.save_for_backward(hidden_RH, head_VH, targets_R, log_normalizer_R, logits_CV if keeps else None)
+        ctx.temperature, ctx.chunk_size, ctx.math = temperature, chunk_size, math
         ctx.mark_non_differentiable(entropy_R, log_normalizer_R)
         return logprobs_R, entropy_R, log_normalizer_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_RH, head_VH, bias_V, targets_R, log_normalizer_R, kept_RV = ctx.saved_tensors
-        needs_hidden, needs_head, needs_bias = ctx.needs_input_grad[:3]
-        scaled_R = grads[0] / ctx.temperature
-        product_type = torch.bfloat16 if ctx.low_gradients else head_VH.dtype
-        factors_VH = head_VH.to(product_type) if needs_hidden else None
-        grad_hidden_RH = torch.empty_like(hidden_RH) if needs_hidden else None
-        grad_head_VH: Tensor | None = None
-        grad_bias_V = torch.zeros_like(bias_V) if needs_bias else None
+        hidden_RH, head_VH, targets_R, log_normalizer_R, kept_RV = ctx.saved_tensors
+        math: HeadMath = ctx.math
+        _, needs_head, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden_RH = torch.empty_like(hidden_RH)
+        make = torch.empty_like if hidden_RH.shape[0] else torch.zeros_like
+        grad_head_VH = make(head_VH) if needs_head else None
         for start in range(0, hidden_RH.shape[0], ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            if kept_RV is not None:
-                grad_CV = kept_RV * -scaled_R[:, None]
-            else:
-                logits_CV = torch.nn.functional.linear(hidden_RH[rows], head_VH, bias_V).div_(ctx.temperature)
-                grad_CV = logits_CV.sub_(log_normalizer_R[rows, None]).exp_().mul_(-scaled_R[rows, None])
-            grad_CV.scatter_add_(-1, targets_R[rows, None], scaled_R[rows, None])
-            factor_CV = grad_CV.to(product_type)
-            if grad_hidden_RH is not None and factors_VH is not None:
-                grad_hidden_RH[rows] = torch.mm(factor_CV, factors_VH)
-            if needs_head:
-                part_VH = torch.mm(factor_CV.T, hidden_RH[rows].to(product_type)).to(head_VH.dtype)
-                grad_head_VH = part_VH if grad_head_VH is None else grad_head_VH.add_(part_VH)
-            if grad_bias_V is not None:
-                grad_bias_V += grad_CV.sum(0)
-        if needs_head and grad_head_VH is None:
-            grad_head_VH = torch.zeros_like(head_VH)
+            grad_hidden_RH[rows] = math.back(
+                hidden_RH[rows],
+                head_VH,
+                math.logits(hidden_RH[rows], head_VH) if kept_RV is None else kept_RV,
+                targets_R[rows],
+                ctx.temperature,
+                log_normalizer_R[rows],
+                grads[0][rows],
+                grad_head_VH,
+                add=start > 0,
+            )
+        grad_bias_V = math.grad_bias_V if needs_bias and isinstance(math, OperatorHead) else None
         return grad_hidden_RH, grad_head_VH, grad_bias_V, None, None, None, None, None

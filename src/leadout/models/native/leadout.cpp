@@ -5,6 +5,7 @@
 #include "decoder.hpp"
 #include "draft_head.hpp"
 #include "filters.hpp"
+#include "output_head.hpp"
 #include "sampling.hpp"
 #include "train_layer.hpp"
 
@@ -130,6 +131,32 @@ void lo_train_layer_backward(void* layer, const Pack* pack, const TrainWeights* 
   Pool& pool = Pool::shared();
   std::lock_guard<std::mutex> lock(pool.guard);
   static_cast<TrainLayer*>(layer)->backward(pool, *pack, *weights, x, *kept, dout, dx, *gradients);
+}
+
+void* lo_output_head_new() { return new OutputHead; }
+void lo_output_head_free(void* head) { delete static_cast<OutputHead*>(head); }
+
+void lo_output_head_logits(void* head, const float* hidden, const float* weight, int rows, int size, int vocab,
+                           float* out) {
+  Pool& pool = Pool::shared();
+  std::lock_guard<std::mutex> lock(pool.guard);
+  static_cast<OutputHead*>(head)->logits(pool, hidden, weight, rows, size, vocab, out);
+}
+
+void lo_output_head_law(const float* logits, int rows, int vocab, float temperature, const int64_t* targets,
+                        float* logprobs, float* entropies, float* normalizers) {
+  Pool& pool = Pool::shared();
+  std::lock_guard<std::mutex> lock(pool.guard);
+  OutputHead::law(pool, logits, rows, vocab, temperature, targets, logprobs, entropies, normalizers);
+}
+
+void lo_output_head_back(void* head, const float* hidden, const float* weight, const float* logits, int rows, int size,
+                         int vocab, float temperature, const int64_t* targets, const float* normalizers,
+                         const float* slopes, float* dhidden, float* dweight, int add) {
+  Pool& pool = Pool::shared();
+  std::lock_guard<std::mutex> lock(pool.guard);
+  static_cast<OutputHead*>(head)->back(pool, hidden, weight, logits, rows, size, vocab, temperature, targets,
+                                       normalizers, slopes, dhidden, dweight, add != 0);
 }
 
 // In place on f32[X, stride]; temperatures f64[X]; sums f32[X, blocks]; totals f64[X].

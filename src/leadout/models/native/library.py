@@ -87,6 +87,11 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "lo_train_layer_free": (None, [_pointer]),
     "lo_train_layer_forward": (None, [_pointer] * 6),
     "lo_train_layer_backward": (None, [_pointer] * 8),
+    "lo_output_head_new": (_pointer, []),
+    "lo_output_head_free": (None, [_pointer]),
+    "lo_output_head_logits": (None, [*[_pointer] * 3, *[_int] * 3, _pointer]),
+    "lo_output_head_law": (None, [_pointer, _int, _int, ctypes.c_float, *[_pointer] * 4]),
+    "lo_output_head_back": (None, [*[_pointer] * 4, *[_int] * 3, ctypes.c_float, *[_pointer] * 5, _int]),
     "lo_filter": (None, [_pointer, _int, _long, _pointer, _pointer, _pointer, _pointer]),
     "lo_law": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
     "lo_draw_next": (
