@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from leadout.bench.bare import bytes_per_second
+from leadout.bench.contender import Sample
 from leadout.bench.render import render_checks
 from leadout.bench.statistics import Ratio
 from leadout.bench.targets import TargetPlan, at_least, at_most, stream_share, tie_or_better
@@ -120,3 +122,8 @@ def test_the_peers_of_the_plan_are_measured_against_plain(tmp_path, monkeypatch)
     assert [check.name for check in report.checks] == ["batch 1: plain / vllm", "batch 2: plain / vllm"]
     assert report.cells[1].line("vllm").tokens_per_second.median == 24.0
     assert report.peers["vllm"]["idle_cpu_seconds"] == 0.0
+
+
+def test_the_memorys_rate_is_the_median_of_its_readings():
+    readings = [Sample(seconds=seconds, tokens=0, peak_bytes=0) for seconds in (0.5, 0.25, 0.125)]
+    assert bytes_per_second(readings) == 4.0

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from leadout.bench.contender import Sample
+from leadout.bench.limits import read_bandwidth
 from leadout.bench.memory import peak_bytes
 from leadout.bench.workload import Workload
 from leadout.drafters.head_cache import HeadCache
@@ -141,3 +142,24 @@ class BareContender:
         seconds = seconds_in_turn(named, self._inner)
         total = sum(count * seconds[str(index)] for index, (_, count) in enumerate(self._parts))
         return Sample(seconds=total, tokens=workload.rows, peak_bytes=peak_bytes([os.getpid()]), round_seconds=total)
+
+
+class StreamContender:
+    """Reading a large array once, so that memory is measured in turn with the steps that wait for it.
+
+    The memory of a shared machine is not the same from one minute to the next.
+    """
+
+    warm_ups = 1
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def run(self, workload: Workload, repeat: int) -> Sample:
+        """One sample: the least seconds a byte of several readings; no tokens."""
+        return Sample(seconds=1.0 / read_bandwidth(), tokens=0, peak_bytes=peak_bytes([os.getpid()]))
+
+
+def bytes_per_second(readings: Sequence[Sample]) -> float:
+    """The median of a `StreamContender`'s samples."""
+    return 1.0 / float(np.median([reading.seconds for reading in readings]))

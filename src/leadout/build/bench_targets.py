@@ -11,9 +11,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from leadout.bench.bare import BareContender, BareParts
+from leadout.bench.bare import BareContender, BareParts, StreamContender, bytes_per_second
 from leadout.bench.contender import Contender, Sample, Tell, interleave
-from leadout.bench.limits import read_bandwidth
 from leadout.bench.native import NativeContender
 from leadout.bench.peers.contender import PEERS, PeerContender, missing_vllm
 from leadout.bench.results import AUTO, PLAIN, Cell, speedup, summarise
@@ -173,13 +172,17 @@ def _round_costs(session: _Session) -> None:
             *own_contenders(machine, session.choice("good"), workload, (k,)),
             BareContender("bare step", [(bare.forward(1), 1)]),
             BareContender("bare round", [(bare.forward(k + 1), 1), (bare.draft(), k)]),
+            StreamContender("reading"),
         ]
         samples = interleave(contenders, workload, plan.round_repeats, session.tell)
+        bandwidth = bytes_per_second(samples.pop("reading"))
         cell = summarise(workload, samples, apart=("bare step", "bare round"))
-        session.keep(cell, _round_checks(session, rows, cell, samples))
+        session.keep(cell, _round_checks(session, rows, cell, samples, bandwidth))
 
 
-def _round_checks(session: _Session, rows: int, cell: Cell, samples: dict[str, list[Sample]]) -> list[Check]:
+def _round_checks(
+    session: _Session, rows: int, cell: Cell, samples: dict[str, list[Sample]], bandwidth: float
+) -> list[Check]:
     plan = session.plan
     line, step = cell.line(f"k={plan.num_drafts}"), cell.line(PLAIN).round_seconds
     assert line.round_cost is not None and line.against_plain is not None and step is not None
@@ -189,7 +192,6 @@ def _round_checks(session: _Session, rows: int, cell: Cell, samples: dict[str, l
     name, best = f"batch {rows}", plan.acceptance_length / bound.value
     checks = [only_measured(f"{name}: bound of the round cost", bound, "")]
     if rows == 1:
-        bandwidth = read_bandwidth()
         checks.append(at_most(f"{name}: round cost, k={plan.num_drafts}", line.round_cost, ROUND_COST))
         checks.append(stream_share(session.machine.weight_bytes, bandwidth, step))
         checks.append(at_least(f"{name}: speedup at length {plan.acceptance_length}", line.against_plain, SPEEDUP))
@@ -255,7 +257,8 @@ class _Fixed:
 def _contexts(session: _Session) -> None:
     """Plain steps after short and long prompts; the rows share a prompt, so that one prefill serves all."""
     machine, plan = session.machine, session.plan
-    rows, contenders = plan.context_rows, []
+    rows = plan.context_rows
+    contenders: list[_Fixed] = []
     for length in plan.contexts:
         prompts = machine.prompts(1, length) * rows
         workload = Workload(name=f"context {length}", prompts=prompts, lengths=(plan.context_tokens,) * rows)
@@ -263,15 +266,16 @@ def _contexts(session: _Session) -> None:
         inner = NativeContender(PLAIN, generator, FixedLength(0), drafts=False)
         contenders.append(_Fixed(f"context {length}", inner, workload))
     longest = replace(contenders[-1].workload, name=f"contexts, batch {rows}")
-    samples = interleave(contenders, longest, plan.context_repeats, session.tell)
+    samples = interleave([*contenders, StreamContender("reading")], longest, plan.context_repeats, session.tell)
+    bandwidth = bytes_per_second(samples.pop("reading"))
     short, long = ([sample.round_seconds or sample.seconds for sample in each] for each in samples.values())
     ratio = ratio_of_medians(long, short)
     short_bytes, long_bytes = (
         KVSlots.bytes_per_slot(machine.spec, length, machine.decoder.dtype) for length in plan.contexts
     )
     # Attention at these sizes waits for keys and values: its products are twice as fast as the reading.
-    seconds = rows * (long_bytes - short_bytes) / read_bandwidth()
+    seconds = rows * (long_bytes - short_bytes) / bandwidth
     predicted = 1.0 + seconds / float(np.median(short))
     name = f"batch {rows}: step at context {plan.contexts[1]} / {plan.contexts[0]}"
-    why = f" ({OVER_PREDICTED} x {predicted:.2f}, from the bytes)"
+    why = f" ({OVER_PREDICTED} x {predicted:.2f}, from the bytes at {bandwidth / 1e9:.1f} GB/s)"
     session.keep(summarise(longest, samples), [at_most(name, ratio, OVER_PREDICTED * predicted, why)])
