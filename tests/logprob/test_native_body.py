@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import numpy as np
@@ -99,3 +100,18 @@ def test_a_layer_that_computes_something_else_is_noticed():
     plain = layer.mlp.forward
     layer.mlp.forward = lambda x: 1.2 * plain(x)
     assert "the kernels differ from transformers' layer by" in str(NativeBody.of(model))
+
+
+@needs_kernels
+def test_a_copy_runs_its_own_weights():
+    model = policy("qwen2")
+    forward = PackedForward(model, ForwardSettings(temperature=1.0))
+    (batch,) = forward.pack(random_groups([[4]]), [np.zeros(1)])
+    before = forward.run(batch).logprobs_R.detach()
+    twin = copy.deepcopy(forward)
+    assert torch.equal(twin.run(batch).logprobs_R, before)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1)
+    assert torch.equal(twin.run(batch).logprobs_R, before)
+    assert not torch.equal(forward.run(batch).logprobs_R, before)
