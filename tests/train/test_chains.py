@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from leadout.train.chains import build_chains, unroll
+from leadout.train import chains as chains_module
+from leadout.train.chains import build_chains, unroll, written_out_attention
 from tests.train.learner_fakes import KINDS, make_forward, make_group, random_groups, tiny_draft_head, tiny_policy
 
 STEPS = 3
@@ -78,8 +79,10 @@ def unrolled_logits(head, model, groups, rows):
     return batch, chains, [head.logits(hidden_BLH, model.lm_head.weight) for hidden_BLH in hidden]
 
 
+@pytest.mark.parametrize("few_scores", [chains_module.FEW_SCORES, 0])
 @pytest.mark.parametrize("kind", [*KINDS, "norm before the residual"])
-def test_unrolled_logits_equal_those_of_cached_drafting(kind):
+def test_unrolled_logits_equal_those_of_cached_drafting(kind, few_scores, monkeypatch):
+    monkeypatch.setattr(chains_module, "FEW_SCORES", few_scores)
     model = tiny_policy()
     head = tiny_draft_head(model, kind=kind)
     if kind not in KINDS:
@@ -99,6 +102,42 @@ def test_unrolled_logits_equal_those_of_cached_drafting(kind):
         assert valid == set(slow)
         for (step, target), expected in slow.items():
             torch.testing.assert_close(logits[step - 1][row, target - 1], expected, rtol=0, atol=1e-9)
+
+
+def test_attention_written_out_has_the_values_and_gradients_of_pytorchs():
+    generator = torch.Generator().manual_seed(0)
+    visible = torch.rand(2, 1, 6, 5, generator=generator) < 0.5
+    visible[..., 0] = True
+    results = []
+    for attention in (written_out_attention, torch.nn.functional.scaled_dot_product_attention):
+        generator.manual_seed(1)
+        inputs = [torch.randn(2, 3, n, 4, generator=generator, dtype=torch.float64) for n in (6, 5, 5)]
+        out = attention(*(tensor.requires_grad_() for tensor in inputs), visible)
+        (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)).sum().backward()
+        results.append([out, *(tensor.grad for tensor in inputs)])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+
+def test_attention_written_out_rounds_to_bfloat16_only_at_the_end():
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 3, n, 4, generator=generator).bfloat16() for n in (6, 5, 5)]
+    visible = torch.ones(2, 1, 6, 5, dtype=torch.bool)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = written_out_attention(*inputs, visible)
+    exact = written_out_attention(*(tensor.double() for tensor in inputs), visible)
+    torch.testing.assert_close(low.double(), exact, rtol=2**-8, atol=1e-3)
+    assert low.dtype is torch.bfloat16
+
+
+def test_queries_that_count_at_a_deeper_step_are_the_last_ones():
+    groups = [make_group(0, [1, 5], [[7, 2, 9, 3], [4, 6, 1]], [0.0] * 2, given=2)]
+    _, chains, _ = unrolled_logits(tiny_draft_head(tiny_policy()), tiny_policy(), groups, [0, 1])
+    queries = chains.counted()
+    for step in range(1, STEPS + 2):
+        own = queries.from_step(step)
+        found = set(zip(queries.row_N[own].tolist(), queries.column_N[own].tolist()))
+        assert found == set(map(tuple, (chains.valid_BL(step) & chains.wanted_BL).nonzero().tolist()))
+    assert torch.equal(queries.target_N, chains.target_BL[queries.row_N, queries.column_N])
 
 
 def test_targets_are_the_completions_tokens_but_the_first():

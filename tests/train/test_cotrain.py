@@ -7,6 +7,7 @@ import torch
 from leadout.train.chains import build_chains
 from leadout.train.cotrain import DraftTrainer
 from leadout.train.draft_loss import expected_rounds
+from leadout.train.lesson import Lesson
 from leadout.train.settings import DraftSettings
 from leadout.train.students import HeadStudent
 from tests.train.learner_fakes import (
@@ -34,6 +35,10 @@ def step(trainer: DraftTrainer, forward, groups) -> dict[str, float]:
     metrics = trainer.finish_step(forward)
     trainer.remember(groups)
     return metrics
+
+
+def lesson(trainer: DraftTrainer, batch, output, forward) -> Lesson:
+    return Lesson(batch, output, forward, trainer.student.token_ids_V, trainer.temperature)
 
 
 def setup(settings: DraftSettings = EXACT, *, reduced: bool = True, temperature: float = 1.0, kind: str = "eagle3"):
@@ -107,6 +112,17 @@ def test_acceptance_is_measured_on_the_head_that_served_the_step():
     )
 
 
+@pytest.mark.parametrize(("max_completions", "copies"), [(8, 0), (1, 1)])
+def test_the_drafter_is_copied_only_where_later_packs_are_still_to_be_measured(max_completions, copies, monkeypatch):
+    _, forward, trainer = setup()
+    forward.settings = type(forward.settings)(temperature=1.0, max_completions=max_completions, autocast=False)
+    made = []
+    frozen_copy = trainer.student.frozen_copy
+    monkeypatch.setattr(trainer.student, "frozen_copy", lambda: made.append(1) or frozen_copy())
+    step(trainer, forward, random_groups([[6, 5, 6], [5, 6]]))
+    assert len(made) == copies
+
+
 def test_the_measurement_stops_at_its_budget_of_tokens():
     _, forward, trainer = setup(DraftSettings(autocast=False, measure_tokens=4))
     full = random_groups([[5, 9, 9]])
@@ -144,7 +160,7 @@ def test_draft_gradients_never_reach_the_policy(kind):
     model, forward, trainer = setup(kind=kind)
     (batch,) = forward.pack(random_groups([[6, 4]]), [np.zeros(2)])
     output = forward.run(batch, taps=trainer.taps)
-    loss = trainer.loss(batch, output, forward, build_chains(batch, [0, 1]))
+    loss = trainer.loss(lesson(trainer, batch, output, forward), build_chains(batch, [0, 1]))
     loss.backward()
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(parameter.grad is not None for parameter in trainer.student.head.parameters())
@@ -164,8 +180,10 @@ def test_the_loss_of_a_rollout_does_not_depend_on_what_it_is_packed_with():
     (alone,) = forward.pack(
         [make_group(1, groups[1].prompt.token_ids, [groups[1].rollouts[0].token_ids], [0.0])], [np.zeros(1)]
     )
-    got = trainer.loss(together, output, forward, build_chains(together, [2]))
-    expected = trainer.loss(alone, forward.run(alone, taps=trainer.taps), forward, build_chains(alone, [0]))
+    got = trainer.loss(lesson(trainer, together, output, forward), build_chains(together, [2]))
+    expected = trainer.loss(
+        lesson(trainer, alone, forward.run(alone, taps=trainer.taps), forward), build_chains(alone, [0])
+    )
     assert float(got) == pytest.approx(float(expected), abs=1e-9)
 
 

@@ -216,3 +216,20 @@ def test_a_hopeless_drafter_needs_one_round_per_token_after_the_first():
 
 def test_rollouts_of_one_token_need_no_round():
     assert expected_rounds(np.zeros((2, 3, 3)), np.array([1, 0])).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_gradient_of_the_shared_mass_flows_where_the_draft_is_below_the_policy(temperature):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 7, generator=generator, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(5, 7, generator=generator, dtype=torch.float64).softmax(-1)
+    shared_mass(logits, teacher, temperature).sum().backward()
+    q = (logits.detach() / temperature).softmax(-1)
+    below = torch.where(q < teacher, q, 0.0)
+    expected = (below - q * below.sum(-1, keepdim=True)) / temperature
+    torch.testing.assert_close(logits.grad, expected, rtol=0, atol=1e-12)
+
+
+def test_a_draft_that_is_not_a_number_is_no_acceptance():
+    logits = torch.full((1, 3), torch.nan)
+    assert shared_mass(logits, torch.full((1, 3), 0.3), 1.0).isnan().all()

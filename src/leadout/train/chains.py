@@ -7,8 +7,8 @@ chains of a rollout side by side (training-time test, EAGLE-3, arXiv 2503.01840,
 token j belongs to the chain that started at n = j - s + 1.
 
 Axes: E entries of a pack, B rollouts, S key columns (prompt and completion), L query columns (completion tokens but
-the last), N all keys of a step, G key-value heads, Q query heads, D head dimension, H head width, F taps, T tokens and
-R response tokens of a pack.
+the last), N all keys of a step, G key-value heads, Q query heads, W queries of those that share keys, D head dimension,
+H head width, F taps, T tokens and R response tokens of a pack.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from leadout.batch import TrainBatch
 from leadout.models.draft_head import DraftHead
+
+FEW_SCORES = 2**16
+"""Query columns times keys up to which attention is written out: PyTorch's own is slow for rows this short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,25 @@ class Chains:
         """Queries of step 1, 2, ... whose chain starts within the completion: chains never start in a prompt."""
         columns_L = torch.arange(self.query_BL.shape[1], device=self.query_BL.device)
         return self.real_BL & (columns_L >= step - 1)
+
+    def counted(self) -> CountedQueries:
+        """The queries whose predicted token was made by the policy."""
+        column_N, row_N = (self.real_BL & self.wanted_BL).T.nonzero(as_tuple=True)
+        return CountedQueries(row_N=row_N, column_N=column_N, target_N=self.target_BL[row_N, column_N])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedQueries:
+    """Some queries of chains, column by column: those that count at a deeper step are the last ones, a view."""
+
+    row_N: Tensor
+    column_N: Tensor
+    target_N: Tensor
+    """Index into the pack's response tokens of the token each predicts."""
+
+    def from_step(self, step: int) -> slice:
+        """Those of step 1, 2, ... whose chain starts within the completion."""
+        return slice(int((self.column_N < step - 1).sum()), None)
 
 
 def build_chains(batch: TrainBatch, rows: Sequence[int]) -> Chains | None:
@@ -149,11 +171,22 @@ def _visible(chains: Chains, step: int) -> Tensor:
 
 
 def _attend(query_BLQD: Tensor, key_BNGD: Tensor, value_BNGD: Tensor, visible_BLN: Tensor) -> Tensor:
-    repeat = query_BLQD.shape[2] // key_BNGD.shape[2]
-    out_BQLD = F.scaled_dot_product_attention(
-        query_BLQD.transpose(1, 2),
-        key_BNGD.repeat_interleave(repeat, dim=2).transpose(1, 2),
-        value_BNGD.repeat_interleave(repeat, dim=2).transpose(1, 2),
-        attn_mask=visible_BLN[:, None],
-    )
-    return out_BQLD.transpose(1, 2)
+    """Attention over the visible keys; queries of heads that share their keys are rows of one product."""
+    B, L, Q, D = query_BLQD.shape
+    G = key_BNGD.shape[2]
+    query_BGWD = query_BLQD.view(B, L, G, Q // G, D).permute(0, 2, 3, 1, 4).reshape(B, G, Q // G * L, D)
+    visible_BWN = visible_BLN.repeat(1, Q // G, 1)
+    attention = written_out_attention if visible_BLN[0].numel() <= FEW_SCORES else F.scaled_dot_product_attention
+    out_BGWD = attention(query_BGWD, key_BNGD.transpose(1, 2), value_BNGD.transpose(1, 2), visible_BWN[:, None])
+    return out_BGWD.view(B, G, Q // G, L, D).permute(0, 3, 1, 2, 4).reshape(B, L, Q, D)
+
+
+def written_out_attention(query_BGWD: Tensor, key_BGND: Tensor, value_BGND: Tensor, visible_B1WN: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v over visible keys, in at least float32; autograd keeps all scores for the backward."""
+    dtype = torch.promote_types(query_BGWD.dtype, torch.float32)
+    hidden_B1WN = torch.zeros(visible_B1WN.shape, dtype=dtype, device=query_BGWD.device)
+    hidden_B1WN.masked_fill_(~visible_B1WN, -torch.inf)
+    with torch.autocast(query_BGWD.device.type, enabled=False):
+        query_BGWD = query_BGWD * query_BGWD.shape[-1] ** -0.5
+        weight_BGWN = (query_BGWD.to(dtype) @ key_BGND.to(dtype).mT).add_(hidden_B1WN).softmax(-1)
+        return (weight_BGWN @ value_BGND.to(dtype)).to(value_BGND.dtype)

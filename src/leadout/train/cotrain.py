@@ -24,7 +24,8 @@ from leadout.batch import PolicyForward, PolicyOutput, TrainBatch
 from leadout.records import Group, Rollout, Score
 from leadout.train.chains import Chains, build_chains
 from leadout.train.draft_loss import make_loss, unrolled_loss
-from leadout.train.expected_acceptance import AcceptanceMeter, chain_teacher, draft_autocast
+from leadout.train.expected_acceptance import AcceptanceMeter, draft_autocast
+from leadout.train.lesson import Lesson
 from leadout.train.settings import DraftSettings
 from leadout.train.students import DraftStudent
 
@@ -60,7 +61,6 @@ class DraftTrainer:
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0, fused=True
         )
-        self._served: DraftStudent | None = None
         self._meter: AcceptanceMeter | None = None
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._chosen: set[int] = set()
@@ -73,7 +73,7 @@ class DraftTrainer:
         return self.student.taps
 
     def begin_step(self, num_rollouts: int, *, can_roll_back: bool = False) -> None:
-        """Start a train stage: choose the rollouts to measure and learn from, remember the drafter that serves.
+        """Start a train stage: choose the rollouts to measure and learn from.
 
         `can_roll_back`: keep what `roll_back` needs, for a step that may still be dropped.
         """
@@ -88,7 +88,6 @@ class DraftTrainer:
         self._steps += 1
         count = int(np.ceil(settings.token_fraction * num_rollouts))
         self._chosen = set(self._rng.permutation(num_rollouts)[:count].tolist())
-        self._served = self.student.frozen_copy()
         self._meter = None
         self._sums = _StepSums()
 
@@ -104,14 +103,18 @@ class DraftTrainer:
 
         Only on those: measuring them all would cost more than learning from a quarter does.
         """
-        assert self._served is not None, "begin_step comes first"
         if self._meter is None:
-            self._meter = self.meter(self._served, forward, self.settings.measure_tokens)
+            self._meter = self.meter(self.student, forward, self.settings.measure_tokens)
         first = batch.first_rollout
         rows = [row for row in range(len(batch.rollouts)) if first + row in self._chosen]
-        self._meter.add(batch, output, forward, rows)
+        lesson = self._lesson(batch, output, forward)
+        self._meter.add(lesson, rows)
         if self._learns:
-            self._learn(batch, output, forward, rows)
+            # All packs are measured with the drafter that served them; one that is still to come needs it unchanged.
+            others_follow = any(number >= first + len(batch.rollouts) for number in self._chosen)
+            if others_follow and self._meter.student is self.student:
+                self._meter.student = self.student.frozen_copy()
+            self._learn(lesson, rows)
 
     def finish_step(self, forward: PolicyForward) -> dict[str, float]:
         """Train on replayed rollouts, if asked for, and report `draft/*` metrics.
@@ -158,7 +161,8 @@ class DraftTrainer:
         for batch in forward.pack(groups, [np.zeros(len(group.rollouts)) for group in groups]):
             if batch.response_R.numel():
                 with torch.no_grad():
-                    meter.add(batch, forward.run(batch, taps=self.taps), forward, range(len(batch.rollouts)))
+                    lesson = self._lesson(batch, forward.run(batch, taps=self.taps), forward)
+                meter.add(lesson, range(len(batch.rollouts)))
         return meter.metrics()
 
     def remember(self, groups: Sequence[Group]) -> None:
@@ -193,29 +197,33 @@ class DraftTrainer:
         """Restore them."""
         self._replay = deque(rollouts, maxlen=self.settings.replay_rollouts or 1)
 
-    def loss(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward, chains: Chains) -> Tensor:
+    def loss(self, lesson: Lesson, chains: Chains) -> Tensor:
         """The unrolled loss of some chains, with gradients to the drafter only."""
-        student = self.student
-        teacher_RV = chain_teacher(output, forward, chains, student.token_ids_V, self.temperature)
+        student, queries = self.student, chains.counted()
+        teacher_NV = lesson.teacher(queries.target_N)
+        steps = [queries.from_step(step) for step in range(1, self.settings.steps + 1)]
         with draft_autocast(student, self.settings.autocast):
-            losses = []
-            states = student.states(batch, output, forward, chains, self.settings.steps)
-            for step, states_BLH in enumerate(states, 1):
-                counted_BL = chains.valid_BL(step) & chains.wanted_BL
-                logits_NV = student.logits(states_BLH[counted_BL], forward)
-                losses.append(self._loss(logits_NV, teacher_RV[counted_BL], self.temperature))
+            states = student.states(lesson.batch, lesson.output, lesson.forward, chains, len(steps))
+            # One product for all steps: the output matrix is most of the drafter's weights.
+            counted = [s_BLH[queries.row_N[own], queries.column_N[own]] for s_BLH, own in zip(states, steps)]
+            logits_MV = student.logits(torch.cat(counted), lesson.forward)
+        logits = logits_MV.split([len(states_NH) for states_NH in counted])
+        losses = [self._loss(logits_NV, teacher_NV[own], self.temperature) for logits_NV, own in zip(logits, steps)]
         return unrolled_loss(losses, self.settings.decay)
 
-    def _learn(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward, rows: Sequence[int]) -> None:
+    def _lesson(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward) -> Lesson:
+        return Lesson(batch, output, forward, self.student.token_ids_V, self.temperature)
+
+    def _learn(self, lesson: Lesson, rows: Sequence[int]) -> None:
         settings = self.settings
         for start in range(0, len(rows), settings.micro_rollouts):
-            chains = build_chains(batch, rows[start : start + settings.micro_rollouts])
+            chains = build_chains(lesson.batch, rows[start : start + settings.micro_rollouts])
             if chains is None or not bool((chains.real_BL & chains.wanted_BL).any()):
                 continue
             self._sums.tokens += int((chains.real_BL & chains.wanted_BL).sum())
             for _ in range(settings.passes):
                 with torch.enable_grad():
-                    loss = self.loss(batch, output, forward, chains)
+                    loss = self.loss(lesson, chains)
                     loss.backward()
                 self._update(float(loss.detach()))
 
@@ -252,4 +260,4 @@ class DraftTrainer:
             if batch.response_R.numel():
                 with torch.no_grad():
                     output = forward.run(batch, taps=self.taps)
-                self._learn(batch, output, forward, range(len(batch.rollouts)))
+                self._learn(self._lesson(batch, output, forward), range(len(batch.rollouts)))

@@ -26,7 +26,15 @@ def teacher_probabilities(
     """
     dtype = log_normalizer_N.dtype
     logits_NV = hidden_NH.detach().to(dtype) @ head_rows_VH.detach().to(dtype).T
-    return logits_NV.div_(temperature).sub_(log_normalizer_N[:, None]).exp_()
+    if temperature != 1.0:
+        logits_NV /= temperature
+    return logits_NV.sub_(log_normalizer_N[:, None]).exp_()
+
+
+def tempered(draft_logits_NV: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    """Draft logits / temperature in `dtype`; a temperature of one costs no pass over them."""
+    logits_NV = draft_logits_NV.to(dtype)
+    return logits_NV if temperature == 1.0 else logits_NV / temperature
 
 
 def soft_cross_entropy(draft_logits_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
@@ -35,15 +43,16 @@ def soft_cross_entropy(draft_logits_NV: Tensor, teacher_NV: Tensor, temperature:
     With a reduced vocabulary p is not renormalised, so a position weighs as much as the policy's mass on the draft
     vocabulary there: no draft can be accepted more often than that, and its gradient should not count for more.
     """
-    logits_NV = draft_logits_NV.to(teacher_NV.dtype) / temperature
+    logits_NV = tempered(draft_logits_NV, temperature, teacher_NV.dtype)
     mass_N = teacher_NV.sum(-1)
     return mass_N * logits_NV.logsumexp(-1) - (teacher_NV * logits_NV).sum(-1)
 
 
 def shared_mass(draft_logits_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
     """sum_v min(p(v), q(v)) per position, [N]: the probability that a sampled draft is accepted."""
-    draft_NV = (draft_logits_NV.to(teacher_NV.dtype) / temperature).softmax(-1)
-    return torch.minimum(teacher_NV, draft_NV).sum(-1)
+    draft_NV = tempered(draft_logits_NV, temperature, teacher_NV.dtype).softmax(-1)
+    # The gradient of `minimum` splits ties and takes four passes to do so; that of `where` takes one.
+    return torch.where(teacher_NV < draft_NV, teacher_NV, draft_NV).sum(-1)
 
 
 def kl_divergence(draft_logits_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leadout.batch import PolicyForward, PolicyOutput, TrainBatch
 from leadout.train.chains import Chains, build_chains
-from leadout.train.draft_loss import acceptance_of_token, expected_rounds, teacher_probabilities
+from leadout.train.draft_loss import acceptance_of_token, expected_rounds, tempered
+from leadout.train.lesson import Lesson
 from leadout.train.students import DraftStudent
 
 ENTROPIES = (0.0, 0.3, 1.0, 2.0, 3.5)
@@ -32,7 +32,7 @@ class AcceptanceMeter:
         self, student: DraftStudent, *, vocab_size: int, temperature: float, depth: int, budget: int, autocast: bool
     ) -> None:
         """`vocab_size`: the policy's; `depth`: drafts of a round; `budget`: response tokens beyond it are ignored."""
-        self._student = student
+        self.student = student
         self._temperature = temperature
         self._depth = depth
         self._budget = budget
@@ -52,22 +52,23 @@ class AcceptanceMeter:
         self._by_entropy_E = torch.zeros(len(ENTROPIES), 2, dtype=torch.float64)
 
     @torch.no_grad()
-    def add(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward, candidates: Iterable[int]) -> None:
+    def add(self, lesson: Lesson, candidates: Iterable[int]) -> None:
         """Take a pack's rollouts at these places, as far as the budget goes."""
         rows: list[int] = []
         budget = self._budget - self._tokens
+        rollouts = lesson.batch.rollouts
         for row in candidates:
-            rollout = batch.rollouts[row]
             if budget <= 0:
                 break
-            if rollout.length >= 2 and rollout.loss_mask.all():
+            if rollouts[row].length >= 2 and rollouts[row].loss_mask.all():
                 rows.append(row)
-                budget -= rollout.length - 1
-        chains = build_chains(batch, rows)
+                budget -= rollouts[row].length - 1
+        chains = build_chains(lesson.batch, rows)
         if chains is None:
             return
-        accept_BLK = self._acceptances(batch, output, forward, chains)
-        lengths_B = np.array([batch.rollouts[row].length for row in rows])
+        with draft_autocast(self.student, self._autocast):
+            accept_BLK = self._acceptances(lesson, chains)
+        lengths_B = np.array([rollouts[row].length for row in rows])
         self._tokens += int((lengths_B - 1).sum())
         self._rounds += float(expected_rounds(accept_BLK, lengths_B).sum())
 
@@ -96,50 +97,34 @@ class AcceptanceMeter:
         added_N2 = torch.stack([shared_N, torch.ones_like(shared_N)], -1).double().cpu()
         self._by_entropy_E.index_add_(0, class_N, added_N2)
 
-    def _acceptances(
-        self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward, chains: Chains
-    ) -> np.ndarray:
+    def _acceptances(self, lesson: Lesson, chains: Chains) -> np.ndarray:
         """Acceptance by start and depth, [B, L + 1, K]; adds the sums of min(p, q) and their counts by depth."""
-        depth = self._depth
-        with draft_autocast(self._student, self._autocast):
-            states = self._student.states(batch, output, forward, chains, depth)
-        teacher_BLV = chain_teacher(output, forward, chains, self._token_ids_V, self._temperature)
-        targets_BL = batch.token_ids_T[batch.response_R][chains.target_BL]
-        drafts_BL = targets_BL if self._draft_id_P is None else self._draft_id_P[targets_BL]
+        depth, output, forward = self._depth, lesson.output, lesson.forward
+        states = self.student.states(lesson.batch, output, forward, chains, depth)
+        queries = chains.counted()
+        teacher_NV = lesson.keep(queries.target_N)
+        log_p_N = output.logprobs_R.detach()[queries.target_N]
+        tokens_N = lesson.batch.token_ids_T[lesson.batch.response_R][queries.target_N]
+        drafts_N = tokens_N if self._draft_id_P is None else self._draft_id_P[tokens_N]
         rows, columns = chains.query_BL.shape
         accept_BLK = np.zeros((rows, columns + depth + 1, depth))
         for step, states_BLH in enumerate(states, 1):
-            valid_BL = chains.valid_BL(step)
-            with draft_autocast(self._student, self._autocast):
-                logits_NV = self._student.logits(states_BLH[valid_BL], forward)
-            log_q_NV = (logits_NV.to(teacher_BLV.dtype) / self._temperature).log_softmax(-1)
-            draft_N = drafts_BL[valid_BL]
+            valid = queries.from_step(step)
+            row_N, column_N, draft_N = queries.row_N[valid], queries.column_N[valid], drafts_N[valid]
+            logits_NV = self.student.logits(states_BLH[row_N, column_N], forward)
+            log_q_NV = tempered(logits_NV, self._temperature, teacher_NV.dtype).log_softmax(-1)
             log_q_N = log_q_NV.gather(-1, draft_N.clamp(min=0)[:, None]).squeeze(-1)
             log_q_N = log_q_N.masked_fill(draft_N < 0, -torch.inf)
-            log_p_N = output.logprobs_R.detach()[chains.target_BL[valid_BL]]
-            accept_BL = torch.zeros(rows, columns, dtype=torch.float64)
-            accept_BL[valid_BL.cpu()] = acceptance_of_token(log_p_N, log_q_N).double().cpu()
             # Column j of this step predicts token j + 1 for the round that starts at token j + 2 - step.
-            accept_BLK[:, 1 : columns + 2 - step, step - 1] = accept_BL[:, step - 1 :].numpy()
-            teacher_NV = teacher_BLV[valid_BL]
-            shared_N = torch.minimum(teacher_NV, log_q_NV.exp()).sum(-1)
+            places = row_N.cpu().numpy(), column_N.cpu().numpy() + 2 - step, step - 1
+            accept_BLK[places] = acceptance_of_token(log_p_N[valid], log_q_N).double().cpu().numpy()
+            q_NV = log_q_NV.exp_()
+            shared_N = torch.minimum(teacher_NV[valid], q_NV, out=q_NV).sum(-1)
             self._shared_K[step - 1] += float(shared_N.sum())
             if step == 1:
-                self._add_first(shared_N, teacher_NV, output.entropy_R.detach()[chains.target_BL[valid_BL]])
+                self._add_first(shared_N, teacher_NV, output.entropy_R.detach()[queries.target_N])
             self._positions_K[step - 1] += draft_N.numel()
         return accept_BLK
-
-
-@torch.no_grad()
-def chain_teacher(
-    output: PolicyOutput, forward: PolicyForward, chains: Chains, token_ids_V: Tensor | None, temperature: float
-) -> Tensor:
-    """The policy's probabilities of the draft vocabulary at every query's target, [B, L, V]."""
-    target_N = chains.target_BL.flatten()
-    teacher_NV = teacher_probabilities(
-        output.hidden_RH[target_N], forward.head_rows(token_ids_V), output.log_normalizer_R[target_N], temperature
-    )
-    return teacher_NV.view(*chains.target_BL.shape, -1)
 
 
 def draft_autocast(student: DraftStudent, enabled: bool) -> torch.autocast:
