@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from leadout.train.chains import build_chains
 from leadout.train.cotrain import DraftTrainer
 from leadout.train.draft_loss import expected_rounds
 from leadout.train.lesson import Lesson
@@ -160,7 +159,7 @@ def test_draft_gradients_never_reach_the_policy(kind):
     model, forward, trainer = setup(kind=kind)
     (batch,) = forward.pack(random_groups([[6, 4]]), [np.zeros(2)])
     output = forward.run(batch, taps=trainer.taps)
-    loss = trainer.loss(lesson(trainer, batch, output, forward), build_chains(batch, [0, 1]))
+    loss = trainer.loss(trainer.draft(lesson(trainer, batch, output, forward), [0, 1]))
     loss.backward()
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(parameter.grad is not None for parameter in trainer.student.head.parameters())
@@ -180,10 +179,8 @@ def test_the_loss_of_a_rollout_does_not_depend_on_what_it_is_packed_with():
     (alone,) = forward.pack(
         [make_group(1, groups[1].prompt.token_ids, [groups[1].rollouts[0].token_ids], [0.0])], [np.zeros(1)]
     )
-    got = trainer.loss(lesson(trainer, together, output, forward), build_chains(together, [2]))
-    expected = trainer.loss(
-        lesson(trainer, alone, forward.run(alone, taps=trainer.taps), forward), build_chains(alone, [0])
-    )
+    got = trainer.loss(trainer.draft(lesson(trainer, together, output, forward), [2]))
+    expected = trainer.loss(trainer.draft(lesson(trainer, alone, forward.run(alone, taps=trainer.taps), forward), [0]))
     assert float(got) == pytest.approx(float(expected), abs=1e-9)
 
 
@@ -307,8 +304,31 @@ def test_held_out_acceptance_is_what_a_step_would_measure():
     held_out = trainer.evaluate(groups, forward)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.student.head.state_dict().items())
     measured = step(trainer, forward, groups)
-    assert held_out == {name: measured[name] for name in held_out}
+    assert held_out == pytest.approx({name: measured[name] for name in held_out}, rel=1e-12)
     assert {"draft/expected_acceptance_length", "draft/vocabulary_coverage"} < held_out.keys()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("given", [0, 2])
+def test_what_is_measured_does_not_depend_on_how_the_drafter_learns(steps, given):
+    settings = DraftSettings(autocast=False, steps=steps, measure_depth=2, micro_rollouts=2, passes=2)
+    _, forward, trainer = setup(settings)
+    groups = random_groups([[6, 1, 5], [5, 6]])
+    groups.append(make_group(2, [1, 2], [[3, 4, 5, 6]], [0.0], given=given))
+    alone = trainer.evaluate(groups, forward)
+    measured = step(trainer, forward, groups)
+    assert alone == pytest.approx({name: measured[name] for name in alone}, rel=1e-12)
+    assert measured["draft/tokens"] == 5 + 4 + 4 + 5 + (2 if given else 3)
+    assert measured["draft/updates"] == 2 * 3
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1e3])
+def test_gradients_are_cut_to_the_largest_norm_and_left_alone_below_it(limit):
+    _, forward, trainer = setup(DraftSettings(autocast=False, max_grad_norm=limit))
+    metrics = step(trainer, forward, random_groups([[6, 5]]))
+    moments = [state["exp_avg"] for state in trainer.state_dict()["optimizer"]["state"].values()]
+    norm = float(torch.nn.utils.get_total_norm(moments)) / (1 - 0.9)
+    assert norm == pytest.approx(min(metrics["draft/grad_norm"], limit), rel=1e-2 * limit if limit < 1 else 1e-9)
 
 
 def test_the_learning_rate_rises_stays_and_falls_to_its_floor():

@@ -30,27 +30,25 @@ def test_the_teacher_is_the_policys_law_over_the_draft_vocabulary(temperature, i
     torch.testing.assert_close(lesson.teacher(places), law_RV[places], rtol=0, atol=1e-12)
 
 
-def test_what_is_kept_is_not_computed_again(monkeypatch):
+def test_a_part_of_the_largest_set_asked_for_is_not_computed_again(monkeypatch):
+    fresh = make_lesson().teacher(torch.tensor([9, 2, 5]))
     lesson = make_lesson()
-    fresh = lesson.teacher(torch.tensor([9, 2, 5]))
-    lesson.keep(torch.tensor([2, 3, 5, 9]))
+    for asked in ([1, 2], [2, 3, 5, 9], [0, 1]):
+        lesson.teacher(torch.tensor(asked))
     monkeypatch.setattr(lesson, "_probabilities", None)
     torch.testing.assert_close(lesson.teacher(torch.tensor([9, 2, 5])), fresh, rtol=0, atol=1e-15)
 
 
-def test_positions_that_were_not_kept_are_computed():
+def test_other_positions_are_computed():
+    fresh = make_lesson().teacher(torch.tensor([1, 8]))
     lesson = make_lesson()
-    fresh = lesson.teacher(torch.tensor([1, 8]))
-    lesson.keep(torch.tensor([1, 2]))
-    torch.testing.assert_close(lesson.teacher(torch.tensor([1, 8])), fresh, rtol=0, atol=1e-15)
-    lesson.keep(torch.tensor([8]))
-    torch.testing.assert_close(lesson.teacher(torch.tensor([1, 8])), fresh, rtol=0, atol=1e-15)
+    for asked in ([1, 2], [8], [8, 1, 8]):
+        lesson.teacher(torch.tensor(asked))
+        torch.testing.assert_close(lesson.teacher(torch.tensor([1, 8])), fresh, rtol=0, atol=1e-15)
 
 
 def test_the_policys_logits_stay_float32_where_the_drafters_products_are_bfloat16():
-    lesson = make_lesson(torch.float32)
     places = torch.arange(15)
-    exact = lesson.teacher(places)
+    exact = make_lesson(torch.float32).teacher(places)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(lesson.teacher(places), exact)
-        assert torch.equal(lesson.keep(places), exact)
+        assert torch.equal(make_lesson(torch.float32).teacher(places), exact)

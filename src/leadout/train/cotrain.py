@@ -22,9 +22,9 @@ from torch import Tensor
 
 from leadout.batch import PolicyForward, PolicyOutput, TrainBatch
 from leadout.records import Group, Rollout, Score
-from leadout.train.chains import Chains, build_chains
 from leadout.train.draft_loss import make_loss, unrolled_loss
-from leadout.train.expected_acceptance import AcceptanceMeter, draft_autocast
+from leadout.train.drafted import Drafted, draft_along
+from leadout.train.expected_acceptance import AcceptanceMeter
 from leadout.train.lesson import Lesson
 from leadout.train.settings import DraftSettings
 from leadout.train.students import DraftStudent
@@ -105,16 +105,24 @@ class DraftTrainer:
         """
         if self._meter is None:
             self._meter = self.meter(self.student, forward, self.settings.measure_tokens)
-        first = batch.first_rollout
+        meter, first = self._meter, batch.first_rollout
         rows = [row for row in range(len(batch.rollouts)) if first + row in self._chosen]
         lesson = self._lesson(batch, output, forward)
-        self._meter.add(lesson, rows)
-        if self._learns:
-            # All packs are measured with the drafter that served them; one that is still to come needs it unchanged.
-            others_follow = any(number >= first + len(batch.rollouts) for number in self._chosen)
-            if others_follow and self._meter.student is self.student:
-                self._meter.student = self.student.frozen_copy()
-            self._learn(lesson, rows)
+        if not self._learns:
+            meter.add(lesson, rows)
+            return
+        shared: list[int] = []
+        drafted = None
+        if meter.student is self.student:
+            # The first update starts from the drafter that serves, so its forward pass is measured too.
+            shared = rows[: self.settings.micro_rollouts]
+            drafted = self.draft(lesson, shared)
+            meter.add(lesson, shared, drafted)
+        meter.add(lesson, rows[len(shared) :])
+        if meter.student is self.student and any(number >= first + len(batch.rollouts) for number in self._chosen):
+            # Packs that are still to come are measured with the drafter that served them as well.
+            meter.student = self.student.frozen_copy()
+        self._learn(lesson, rows, drafted)
 
     def finish_step(self, forward: PolicyForward) -> dict[str, float]:
         """Train on replayed rollouts, if asked for, and report `draft/*` metrics.
@@ -197,45 +205,50 @@ class DraftTrainer:
         """Restore them."""
         self._replay = deque(rollouts, maxlen=self.settings.replay_rollouts or 1)
 
-    def loss(self, lesson: Lesson, chains: Chains) -> Tensor:
-        """The unrolled loss of some chains, with gradients to the drafter only."""
-        student, queries = self.student, chains.counted()
-        teacher_NV = lesson.teacher(queries.target_N)
-        steps = [queries.from_step(step) for step in range(1, self.settings.steps + 1)]
-        with draft_autocast(student, self.settings.autocast):
-            states = student.states(lesson.batch, lesson.output, lesson.forward, chains, len(steps))
-            # One product for all steps: the output matrix is most of the drafter's weights.
-            counted = [s_BLH[queries.row_N[own], queries.column_N[own]] for s_BLH, own in zip(states, steps)]
-            logits_MV = student.logits(torch.cat(counted), lesson.forward)
-        logits = logits_MV.split([len(states_NH) for states_NH in counted])
-        losses = [self._loss(logits_NV, teacher_NV[own], self.temperature) for logits_NV, own in zip(logits, steps)]
+    def draft(self, lesson: Lesson, rows: Sequence[int]) -> Drafted | None:
+        """The present drafter along rollouts of a pack, with gradients to it only."""
+        with torch.enable_grad():
+            return draft_along(self.student, lesson, rows, self.settings.steps, autocast=self.settings.autocast)
+
+    def loss(self, drafted: Drafted) -> Tensor:
+        """The unrolled loss."""
+        losses = []
+        for step, logits_NV in enumerate(drafted.logits, 1):
+            teacher_NV = drafted.teacher_NV[drafted.queries.from_step(step)]
+            losses.append(self._loss(logits_NV, teacher_NV, self.temperature))
         return unrolled_loss(losses, self.settings.decay)
 
     def _lesson(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward) -> Lesson:
         return Lesson(batch, output, forward, self.student.token_ids_V, self.temperature)
 
-    def _learn(self, lesson: Lesson, rows: Sequence[int]) -> None:
+    def _learn(self, lesson: Lesson, rows: Sequence[int], drafted: Drafted | None = None) -> None:
+        """One update per `micro_rollouts`; `drafted`: the present drafter along the first of them, if at hand."""
         settings = self.settings
         for start in range(0, len(rows), settings.micro_rollouts):
-            chains = build_chains(lesson.batch, rows[start : start + settings.micro_rollouts])
-            if chains is None or not bool((chains.real_BL & chains.wanted_BL).any()):
-                continue
-            self._sums.tokens += int((chains.real_BL & chains.wanted_BL).sum())
-            for _ in range(settings.passes):
+            for turn in range(settings.passes):
+                if start or turn or drafted is None:
+                    drafted = self.draft(lesson, rows[start : start + settings.micro_rollouts])
+                if drafted is None:
+                    break
+                if turn == 0:
+                    self._sums.tokens += drafted.queries.target_N.numel()
                 with torch.enable_grad():
-                    loss = self.loss(lesson, chains)
+                    loss = self.loss(drafted)
                     loss.backward()
                 self._update(float(loss.detach()))
 
     def _update(self, loss: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.max_grad_norm)
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         if not (math.isfinite(loss) and bool(torch.isfinite(norm))):
             # A drafter of nan weights would stop the generator; one that stays as it was only drafts a little worse.
             self._optimizer.zero_grad(set_to_none=True)
             self._sums.skipped += 1
             return
+        if norm > self.settings.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self.settings.max_grad_norm, norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leadout.train.chains import Chains, build_chains
 from leadout.train.draft_loss import acceptance_of_token, expected_rounds, tempered
+from leadout.train.drafted import Drafted, draft_along
 from leadout.train.lesson import Lesson
 from leadout.train.students import DraftStudent
 
@@ -46,14 +46,17 @@ class AcceptanceMeter:
             )
         self._tokens = 0
         self._rounds = 0.0
-        self._shared_K = torch.zeros(depth)
+        self._shared_K = torch.zeros(depth, dtype=torch.float64)
         self._positions_K = torch.zeros(depth)
         self._coverage = 0.0
         self._by_entropy_E = torch.zeros(len(ENTROPIES), 2, dtype=torch.float64)
 
     @torch.no_grad()
-    def add(self, lesson: Lesson, candidates: Iterable[int]) -> None:
-        """Take a pack's rollouts at these places, as far as the budget goes."""
+    def add(self, lesson: Lesson, candidates: Iterable[int], drafted: Drafted | None = None) -> None:
+        """Take a pack's rollouts at these places, as far as the budget goes.
+
+        `drafted`: this drafter's run along the same rollouts, if there is one already.
+        """
         rows: list[int] = []
         budget = self._budget - self._tokens
         rollouts = lesson.batch.rollouts
@@ -63,11 +66,11 @@ class AcceptanceMeter:
             if rollouts[row].length >= 2 and rollouts[row].loss_mask.all():
                 rows.append(row)
                 budget -= rollouts[row].length - 1
-        chains = build_chains(lesson.batch, rows)
-        if chains is None:
+        if drafted is None or drafted.rows != tuple(rows) or len(drafted.logits) < self._depth:
+            drafted = draft_along(self.student, lesson, rows, self._depth, autocast=self._autocast)
+        if drafted is None:
             return
-        with draft_autocast(self.student, self._autocast):
-            accept_BLK = self._acceptances(lesson, chains)
+        accept_BLK = self._acceptances(lesson, drafted)
         lengths_B = np.array([rollouts[row].length for row in rows])
         self._tokens += int((lengths_B - 1).sum())
         self._rounds += float(expected_rounds(accept_BLK, lengths_B).sum())
@@ -97,37 +100,27 @@ class AcceptanceMeter:
         added_N2 = torch.stack([shared_N, torch.ones_like(shared_N)], -1).double().cpu()
         self._by_entropy_E.index_add_(0, class_N, added_N2)
 
-    def _acceptances(self, lesson: Lesson, chains: Chains) -> np.ndarray:
+    def _acceptances(self, lesson: Lesson, drafted: Drafted) -> np.ndarray:
         """Acceptance by start and depth, [B, L + 1, K]; adds the sums of min(p, q) and their counts by depth."""
-        depth, output, forward = self._depth, lesson.output, lesson.forward
-        states = self.student.states(lesson.batch, output, forward, chains, depth)
-        queries = chains.counted()
-        teacher_NV = lesson.keep(queries.target_N)
-        log_p_N = output.logprobs_R.detach()[queries.target_N]
+        depth, queries, teacher_NV = self._depth, drafted.queries, drafted.teacher_NV
+        log_p_N = lesson.output.logprobs_R.detach()[queries.target_N]
         tokens_N = lesson.batch.token_ids_T[lesson.batch.response_R][queries.target_N]
         drafts_N = tokens_N if self._draft_id_P is None else self._draft_id_P[tokens_N]
-        rows, columns = chains.query_BL.shape
-        accept_BLK = np.zeros((rows, columns + depth + 1, depth))
-        for step, states_BLH in enumerate(states, 1):
-            valid = queries.from_step(step)
-            row_N, column_N, draft_N = queries.row_N[valid], queries.column_N[valid], drafts_N[valid]
-            logits_NV = self.student.logits(states_BLH[row_N, column_N], forward)
+        row_N, column_N = queries.row_N.cpu().numpy(), queries.column_N.cpu().numpy()
+        accept_BLK = np.zeros((len(drafted.rows), drafted.columns + depth + 1, depth))
+        for step, logits_NV in enumerate(drafted.logits[:depth], 1):
+            own = queries.from_step(step)
             log_q_NV = tempered(logits_NV, self._temperature, teacher_NV.dtype).log_softmax(-1)
+            draft_N = drafts_N[own]
             log_q_N = log_q_NV.gather(-1, draft_N.clamp(min=0)[:, None]).squeeze(-1)
             log_q_N = log_q_N.masked_fill(draft_N < 0, -torch.inf)
+            accept_N = acceptance_of_token(log_p_N[own], log_q_N).double().cpu().numpy()
             # Column j of this step predicts token j + 1 for the round that starts at token j + 2 - step.
-            places = row_N.cpu().numpy(), column_N.cpu().numpy() + 2 - step, step - 1
-            accept_BLK[places] = acceptance_of_token(log_p_N[valid], log_q_N).double().cpu().numpy()
+            accept_BLK[row_N[own], column_N[own] + 2 - step, step - 1] = accept_N
             q_NV = log_q_NV.exp_()
-            shared_N = torch.minimum(teacher_NV[valid], q_NV, out=q_NV).sum(-1)
+            shared_N = torch.minimum(teacher_NV[own], q_NV, out=q_NV).sum(-1)
             self._shared_K[step - 1] += float(shared_N.sum())
             if step == 1:
-                self._add_first(shared_N, teacher_NV, output.entropy_R.detach()[queries.target_N])
+                self._add_first(shared_N, teacher_NV, lesson.output.entropy_R.detach()[queries.target_N])
             self._positions_K[step - 1] += draft_N.numel()
         return accept_BLK
-
-
-def draft_autocast(student: DraftStudent, enabled: bool) -> torch.autocast:
-    """Matrix products of a float32 student in bfloat16 where that is wanted."""
-    device = next(student.module.parameters()).device
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled and student.dtype is torch.float32)

@@ -17,7 +17,7 @@ from leadout.train.draft_loss import teacher_probabilities
 class Lesson:
     """A pack, the policy's output on it, and the policy's probabilities of all tokens that can be drafted.
 
-    Measuring and learning ask for the same positions; what was kept for the one is not computed again for the other.
+    Measuring and learning ask for the same positions, all of them at once and some at a time.
     """
 
     def __init__(
@@ -37,19 +37,20 @@ class Lesson:
         self._kept_NV: Tensor | None = None
         self._place_R = torch.full_like(output.log_normalizer_R, -1, dtype=torch.int64)
 
-    def keep(self, response_N: Tensor) -> Tensor:
-        """The probabilities [N, V] at these response tokens, kept as long as the lesson in place of those before."""
-        self._kept_NV = self._probabilities(response_N)
-        self._place_R.fill_(-1)
-        self._place_R[response_N] = torch.arange(response_N.numel(), device=response_N.device)
-        return self._kept_NV
-
     def teacher(self, response_N: Tensor) -> Tensor:
-        """The probabilities [N, V] at these response tokens, from the kept ones where all of them are there."""
+        """The probabilities [N, V] at these response tokens.
+
+        Those of the largest set asked for are kept: a part of it is not computed again.
+        """
         place_N = self._place_R[response_N]
-        if self._kept_NV is None or bool((place_N < 0).any()):
-            return self._probabilities(response_N)
-        return self._kept_NV[place_N]
+        if self._kept_NV is not None and bool((place_N >= 0).all()):
+            return self._kept_NV[place_N]
+        teacher_NV = self._probabilities(response_N)
+        if self._kept_NV is None or len(teacher_NV) >= len(self._kept_NV):
+            self._kept_NV = teacher_NV
+            self._place_R.fill_(-1)
+            self._place_R[response_N] = torch.arange(response_N.numel(), device=response_N.device)
+        return teacher_NV
 
     @functools.cached_property
     def _head_rows_VH(self) -> Tensor:
