@@ -95,3 +95,14 @@ def test_hope_lifts_rates_of_few_trials_more_than_rates_of_many():
     assert few.expected_committed()[1] == pytest.approx(1.0 + (1 + 4 * 0.3) / 6)
     assert few.expected_committed(1.0)[1] - few.expected_committed()[1] == pytest.approx(0.1967, abs=1e-4)
     assert many.expected_committed(1.0)[1] - many.expected_committed()[1] == pytest.approx(0.0265, abs=2e-3)
+
+
+def test_what_was_seen_long_ago_counts_for_few_row_rounds_and_says_the_same():
+    stats = AcceptanceStats(2)
+    stats.record(np.full(1000, 2), np.repeat([0, 1], 500))
+    before = stats.rates()[0]
+    stats.limit(50.0)
+    assert stats.num_asked == pytest.approx(50.0)
+    assert stats.rates()[0] == pytest.approx(before, abs=0.03)
+    stats.limit(80.0)
+    assert stats.num_asked == pytest.approx(50.0), "never for more than it did"

@@ -7,58 +7,7 @@ import pytest
 
 from leadout.draft_length.controller import FixedLength, GoodputLength, RoundOutcome
 from leadout.draft_length.costs import CostProfile
-
-
-class Machine:
-    """A generator by numbers: seconds of a round by shape, and acceptance with probability `accept` per draft.
-
-    With `wander` > 0 it is now fast, now slow; its own `clock` leaves that out.
-    """
-
-    def __init__(self, accept: float, *, step: float = 10.0, per_token: float = 0.1, draft: float = 0.5) -> None:
-        self.accept = accept
-        self.step, self.per_token, self.draft = step, per_token, draft
-        self.pace, self.wander = 0.0, 0.0
-        self.rng, self.minutes = np.random.default_rng(0), np.random.default_rng(0)
-        self.lengths: list[int] = []
-        self.tokens, self.clock = 0, 0.0
-
-    def round(self, length: GoodputLength | FixedLength, rows: int) -> int:
-        choice = length.choose(rows)
-        k = choice.num_drafts
-        hits = np.minimum.accumulate(self.rng.random((rows, max(k, 1))) < self.accept, axis=1).sum(1) if k else 0
-        asks_B = np.arange(rows) < choice.num_rows
-        self.pace += self.wander * self.minutes.normal() - 0.01 * self.pace
-        slower = float(np.exp(self.pace))
-        outcome = RoundOutcome(
-            num_drafts=k,
-            num_asked=choice.num_rows if k else 0,
-            drafted_B=np.where(asks_B, k, 0),
-            accepted_B=np.where(asks_B, hits, 0),
-            draft_seconds=slower * k * self.draft,
-            verify_seconds=slower * (self.step + self.per_token * (rows + k * choice.num_rows)),
-        )
-        length.record(outcome)
-        self.tokens += rows + int(outcome.accepted_B.sum())
-        self.clock += (outcome.draft_seconds + outcome.verify_seconds) / slower
-        self.lengths.append(k)
-        return k
-
-    def seconds(self, rows: int, k: int) -> float:
-        return self.step + self.per_token * rows * (k + 1) + k * self.draft
-
-    def goodput(self, rows: int, k: int) -> float:
-        committed = sum(self.accept**i for i in range(k + 1))
-        return rows * committed / self.seconds(rows, k)
-
-    def run(self, length: GoodputLength | FixedLength, rows: int, rounds: int) -> list[int]:
-        return [self.round(length, rows) for _ in range(rounds)]
-
-
-def settle(machine: Machine, length: GoodputLength, rows: int) -> list[int]:
-    """Let it measure, then the choices of 200 rounds."""
-    machine.run(length, rows, 2000)
-    return machine.run(length, rows, 200)
+from tests.draft_length.machine import Machine, settle
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -114,31 +63,6 @@ def test_nothing_is_drafted_before_a_plain_step_was_measured():
     assert GoodputLength(5).choose(4).num_drafts == 0
 
 
-def test_probes_are_at_most_two_in_a_hundred_rounds_at_any_load():
-    for rows in (1, 8):
-        chosen = Machine(0.0, draft=5.0).run(GoodputLength(5), rows, 5000)
-        assert 0 < np.count_nonzero(chosen[200:]) <= 0.02 * 4800
-
-
-@pytest.mark.parametrize("draft", [5.0, 20.0])
-def test_probes_cost_at_most_one_percent_of_the_time_however_dear_drafts_are(draft):
-    machine = Machine(0.0, draft=draft)
-    length = GoodputLength(5)
-    machine.run(length, 1, 200)
-    machine.clock = 0.0
-    machine.run(length, 1, 20_000)
-    plain = 20_000 * machine.seconds(1, 0)
-    assert plain < machine.clock < 1.012 * plain
-
-
-def test_speculation_comes_on_when_the_drafter_has_improved():
-    machine, length = Machine(0.02), GoodputLength(5)
-    machine.run(length, 2, 2000)
-    machine.accept = 0.85
-    later = machine.run(length, 2, 20_000)
-    assert np.mean(np.array(later[-500:]) > 0) > 0.95
-
-
 def test_speculation_goes_off_when_the_drafter_has_become_useless():
     machine, length = Machine(0.85), GoodputLength(5)
     assert np.mean(settle(machine, length, 4)) > 2
@@ -148,12 +72,12 @@ def test_speculation_goes_off_when_the_drafter_has_become_useless():
 
 def test_a_gain_below_five_percent_does_not_start_drafting():
     length = GoodputLength(1, CostProfile({1: 1.0, 2: 1.25}, {1: 1e-6}, frozen=True))
-    length._rounds_off = 0
+    length._probing.rounds_off = 0
     gain = length.forecast(1)[1] / length.forecast(1)[0]
     assert 1.03 < gain < 1.02 * 1.03
     assert length.choose(1).num_drafts == 0
     cheaper = GoodputLength(1, CostProfile({1: 1.0, 2: 1.2}, {1: 1e-6}, frozen=True))
-    cheaper._rounds_off = 0
+    cheaper._probing.rounds_off = 0
     assert cheaper.choose(1).num_drafts == 1
 
 
@@ -177,7 +101,7 @@ def test_where_rows_of_equal_length_wait_for_the_slowest_a_small_gain_is_left_al
 
     def chosen(at_limit: int, spread: float) -> int:
         length = GoodputLength(1, costs)
-        length._rounds_off = 0
+        length._probing.rounds_off = 0
         for _ in range(200):
             length.record(ended(4, at_limit))
             length.acceptance.record(np.array([1, 1, 1, 1]), np.array([1, 0, 0, 0]), 1)
@@ -192,7 +116,7 @@ def test_where_rows_of_equal_length_wait_for_the_slowest_a_small_gain_is_left_al
 def test_catching_up_is_charged_over_the_rounds_that_remain():
     costs = CostProfile({1: 1.0, 100: 1.0}, {1: 0.001}, frozen=True)
     length = GoodputLength(1, costs)
-    length._rounds_off = 0
+    length._probing.rounds_off = 0
     assert length.choose(1, backlog=100, remaining=1.0).num_drafts == 1
     forecast = length.forecast(1, backlog=100, remaining=13.0)
     assert forecast[1] == pytest.approx(1.3 / (1.001 + 0.1 / 10))
@@ -268,17 +192,8 @@ def dear_round(machine: Machine, k: int, dearer: float = 1.7) -> RoundOutcome:
     )
 
 
-STAYS = "sizes next to each other count as equally well known, so k = 2, 0.9 of k = 3 here, is never doubted against it"
-
-
-@pytest.mark.parametrize(
-    ("slow", "seed"),
-    [
-        *((14.0, seed) for seed in range(4)),
-        pytest.param(18.0, 0, marks=pytest.mark.xfail(strict=True, reason=STAYS)),
-        *((18.0, seed) for seed in range(1, 4)),
-    ],
-)
+@pytest.mark.parametrize("slow", [14.0, 18.0, 20.0])
+@pytest.mark.parametrize("seed", range(5))
 def test_a_length_first_measured_in_a_slow_moment_is_found_all_the_same(slow, seed):
     machine, length = Machine(0.77, per_token=0.3), GoodputLength(4)
     machine.rng = np.random.default_rng(seed)

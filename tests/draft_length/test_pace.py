@@ -91,3 +91,23 @@ def test_a_cost_that_has_changed_for_good_is_learnt_beside_one_that_has_not():
         levels.next_round()
         levels.record("verify", 16, 0.15 * dearer)
     assert seconds(levels, "verify", 16) / seconds(levels, "forward", 4) == pytest.approx(1.8, rel=0.02)
+
+
+@pytest.mark.parametrize(("moments", "believed"), [(1, False), (8, True)])
+def test_what_a_size_cost_in_one_moment_only_is_in_doubt_however_often_it_was_measured(moments, believed):
+    levels = Levels()
+    rounds = {8 * (1 + 2 * moment) + i for moment in range(moments) for i in range(8 // moments)}
+    for now in range(max(rounds) + 40):
+        levels.next_round()
+        levels.record(*(("verify", 16, 0.15) if now in rounds else ("forward", 4, 0.1)))
+    ratio = levels.least([("verify", 16)], ("forward", 4), 2.0) / seconds(levels, "forward", 4)
+    assert (ratio > 1.5 * 0.7) == believed
+
+
+def test_a_pass_costs_no_less_than_a_smaller_one_that_is_well_known():
+    levels = Levels()
+    for _ in range(100):
+        levels.next_round()
+        levels.record("verify", 8, 0.1)
+    levels.record("verify", 16, 0.4)
+    assert levels.least([("verify", 8), ("verify", 16)], ("verify", 8), 2.0) == pytest.approx(0.1, rel=0.01)

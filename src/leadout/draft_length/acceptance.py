@@ -59,6 +59,13 @@ class AcceptanceStats:
         self._wanted_K = self._wanted_K * keep + drafting * (position_K < wanted)
         self._made_K = self._made_K * keep + (position_K < drafted_B[:, None]).sum(0)
 
+    def limit(self, row_rounds: float) -> None:
+        """Let what was seen so far count for at most so many row-rounds."""
+        keep = min(1.0, row_rounds / max(self._asked, 1.0))
+        self._asked, self._drafting = self._asked * keep, self._drafting * keep
+        for counts_K in (self._trials_K, self._hits_K, self._wanted_K, self._made_K):
+            counts_K *= keep
+
     @property
     def coverage(self) -> float:
         """Share of the rows asked that draft anything; 1 where nothing was seen yet."""

@@ -18,21 +18,13 @@ from leadout.draft_length.acceptance import AcceptanceStats
 from leadout.draft_length.costs import CostProfile
 from leadout.draft_length.exploring import OPTIMISM, worth_exploring
 from leadout.draft_length.goodput import LEAST_GAIN, best_draft_length
+from leadout.draft_length.probing import Probing
 from leadout.draft_length.ragged import Endings, waiting_factor
 
-_HYSTERESIS = 1.03
-_PROBE_AFTER = 60
-_PROBE_AT_LATEST = 150
-_MOST_PATIENCE = 4
-"""Every probe that starts nothing doubles the wait for the next one, up to this factor."""
-_FIRST_PROBE_AFTER = 6
-"""While little is known of the drafter, probes follow each other after so many rounds."""
+_HYSTERESIS, _HYSTERESIS_LENGTHS = 1.03, 1.01
+"""A new choice must be better by this factor; less from one length to another, where nothing has to catch up."""
 _KNOWN = 8.0
-"""Row-rounds asked after which acceptance counts as known."""
-_PROBE_SHARE = 16
-"""One row in so many drafts in a probe."""
-_PROBE_LOSS = 0.01
-"""Share of the time since the last probe that one may lose: dear drafts are probed more rarely."""
+"""Row-rounds asked after which a length is tried for the doubt about its cost."""
 _REFRESH_AFTER, _REFRESH_NARROW_AFTER, _NARROW = 64, 16, 1.15
 """Rounds of drafting after which a plain step keeps its time fresh; sooner where drafts gain less than the last."""
 _DECIDE_EVERY, _DECIDE_EVERY_OFF = 4, 32
@@ -125,10 +117,10 @@ class GoodputLength:
     """argmax over k of expected committed tokens / forecast seconds, with k = 0 among the choices.
 
     Seconds count the waiting for rows that end later. Drafting must gain 2 %, and a new choice must beat the present
-    one by 3 %. While off, a few rows probe every 60th
-    round in the tail of a batch, where it costs least, else every 150th, and less often after probes that started
-    nothing, so that an improving drafter is noticed; while on, every 64th round is plain, every 16th where drafts gain
-    little. Until a drafter is known at all, probes follow each other within a few rounds.
+    one by 3 %, one length another by 1 %. While off, a few rows probe every 60th round in the tail of a batch, where it
+    costs least, else every 100th, less often after probes that speak against it, and soon again after a good one, so
+    that an improving drafter is noticed (`leadout.draft_length.probing`); while on, every 64th round is plain, every
+    16th where drafts gain little. Until a drafter is known at all, probes follow each other within a few rounds.
     """
 
     def __init__(self, max_length: int, costs: CostProfile | None = None) -> None:
@@ -136,11 +128,10 @@ class GoodputLength:
         self.costs = costs or CostProfile()
         self._max_length = max_length
         self._current = 0
-        self._rounds_off = _PROBE_AFTER
+        self._probing = Probing()
         self._rounds_on = 0
-        self._patience = 1
-        self._most_rows = 0
-        self._is_trying = False
+        self._before: int | None = None
+        """While a k is tried for the doubt about its cost, the one it has to beat."""
         self._gain = math.inf
         """Forecast goodput over that of plain steps, at the latest decision."""
         self._since_look = 0
@@ -153,12 +144,12 @@ class GoodputLength:
         """Drafts for the next round."""
         if not self.costs.is_frozen and not self.costs.forward.knows(rows):
             return Choice(0, rows)
-        if self._probe_is_due(rows, backlog):
-            if self.acceptance.num_asked >= 4 * _KNOWN:
-                self._patience = min(2 * self._patience, _MOST_PATIENCE)
-            self._rounds_off = 0
-            self._most_rows = 0
-            return self._probe(rows)
+        if self._current:
+            # One round to see what it costs is not speculation that has started.
+            if self._before is None:
+                self._probing.rest()
+        elif self._probing.is_due(rows, self._max_length, self.acceptance.num_asked, self.costs, backlog):
+            return Choice(*self._probing.shape(rows, self._max_length))
         self._rounds_on = self._rounds_on + 1 if self._current else 0
         refresh = _REFRESH_AFTER if self._gain > _NARROW else _REFRESH_NARROW_AFTER
         if self._rounds_on > refresh and not self.costs.is_frozen:
@@ -168,21 +159,25 @@ class GoodputLength:
         if rows != decided_for or age >= (_DECIDE_EVERY if self._current else _DECIDE_EVERY_OFF):
             self._decide(rows, backlog, remaining, spread)
             # Tries are judged at once; the first round pays for catching up and says little of the drafts themselves.
-            age = _DECIDE_EVERY - (2 if backlog else 1) if self._is_trying else 0
+            age = _DECIDE_EVERY - (2 if backlog else 1) if self._before is not None else 0
         self._decided = rows, age + 1
         self._since_look += 1
         return Choice(self._current, rows)
 
     def _decide(self, rows: int, backlog: int, remaining: float, spread: float) -> None:
         """Set the present k, and whether that is a try of a size whose cost is in doubt."""
-        self._is_trying = False
         tokens_K, verified_K = self._expected()
         seconds_K = self._round_seconds(rows, verified_K, tokens_K, backlog, remaining, spread)
         seconds_K[1:] *= LEAST_GAIN
         best = int(best_draft_length(tokens_K, seconds_K[:, None])[0])
         goodput_K = tokens_K / seconds_K
+        if self._before is not None:
+            # A try makes no incumbent: of two lengths just measured the better one stays, and drafting takes its 3 %.
+            if not self._before or goodput_K[self._current] <= goodput_K[self._before]:
+                self._current = self._before
+            self._before = None
         self._gain = LEAST_GAIN * float(goodput_K[self._current] / goodput_K[0])
-        if goodput_K[best] > _HYSTERESIS * goodput_K[self._current]:
+        if goodput_K[best] > self._margin(best) * goodput_K[self._current]:
             self._current = best
             return
         if self.costs.is_frozen or self.acceptance.num_asked < _KNOWN:
@@ -194,7 +189,10 @@ class GoodputLength:
             self.costs, rows, self._current, self._since_look, hoped_K, verified_K, seconds_K, catch_up
         )
         if tried != self._current:
-            self._current, self._since_look, self._is_trying = tried, 0, True
+            self._before, self._current, self._since_look = self._current, tried, 0
+
+    def _margin(self, best: int) -> float:
+        return _HYSTERESIS_LENGTHS if best and self._current else _HYSTERESIS
 
     def forecast(
         self, rows: int, *, backlog: int = 0, remaining: float = math.inf, spread: float = math.inf
@@ -230,37 +228,12 @@ class GoodputLength:
         to_limit, share = rows * self._endings.share_at_limit, self.costs.fixed_share(rows)
         return seconds_K * waiting_factor(to_limit, share, spread, remaining, tokens_K, uneven_K)
 
-    def _probe(self, rows: int) -> Choice:
-        return Choice(min(3, self._max_length), -(-rows // _PROBE_SHARE))
-
-    def _probe_is_due(self, rows: int, backlog: int) -> bool:
-        if self._current:
-            # One round to see what it costs is not speculation that has started.
-            self._patience = self._patience if self._is_trying else 1
-            return False
-        self._rounds_off += 1
-        self._most_rows = max(self._most_rows, rows)
-        if self.acceptance.num_asked < _KNOWN:
-            return self._rounds_off > _FIRST_PROBE_AFTER
-        in_tail = 2 * rows <= self._most_rows or rows == 1
-        if self._rounds_off <= self._patience * (_PROBE_AFTER if in_tail else _PROBE_AT_LATEST):
-            return False
-        # Only now: a forecast in every round is more than a resting drafter should cost.
-        return self._probe_loss(rows, backlog) <= _PROBE_LOSS * self._rounds_off
-
-    def _probe_loss(self, rows: int, backlog: int) -> float:
-        """What a probe costs, its catching up included, in plain steps."""
-        probe = self._probe(rows)
-        k, asked = probe.num_drafts, probe.num_rows
-        catch_up = self.costs.catch_up_seconds(backlog * asked // rows)
-        return (self.costs.round_seconds(asked, k, rows + k * asked) + catch_up) / self.costs.forward.at(rows) - 1.0
-
     def record(self, outcome: RoundOutcome) -> None:
         """Update acceptance and costs."""
         asked, rows = outcome.num_asked, outcome.drafted_B.shape[0]
         if outcome.ended:
             self._endings.record(outcome.ended, outcome.ended_at_limit)
-        rests = not asked and not self._current and self._rounds_off % _MEASURE_EVERY_OFF > 1
+        rests = not asked and not self._current and self._probing.rounds_off % _MEASURE_EVERY_OFF > 1
         if rests and self.costs.knows_plain(rows):
             self.costs.skip()
             return
@@ -273,6 +246,9 @@ class GoodputLength:
             backlog=outcome.backlog,
         )
         if asked:
+            if not self._current:
+                accepted = outcome.accepted_B[:asked]
+                self._probing.record(rows, accepted, outcome.num_drafts, self.costs, self.acceptance)
             self.acceptance.record(outcome.drafted_B[:asked], outcome.accepted_B[:asked], outcome.num_drafts)
 
     def state_dict(self) -> dict[str, object]:
@@ -280,10 +256,8 @@ class GoodputLength:
         return {
             "acceptance": self.acceptance.state_dict(),
             "current": self._current,
-            "rounds_off": self._rounds_off,
             "rounds_on": self._rounds_on,
-            "patience": self._patience,
-            "most_rows": self._most_rows,
+            **self._probing.state(),
             "decided": list(self._decided),
             "endings": self._endings.state(),
         }
@@ -291,10 +265,9 @@ class GoodputLength:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore it."""
         acceptance, decided, endings = state["acceptance"], state["decided"], state["endings"]
-        counts = [state[name] for name in ("current", "rounds_off", "rounds_on", "patience", "most_rows")]
         assert isinstance(acceptance, dict) and isinstance(decided, list) and isinstance(endings, list)
         self.acceptance.load_state_dict(acceptance)
-        numbers = (int(str(count)) for count in counts)
-        self._current, self._rounds_off, self._rounds_on, self._patience, self._most_rows = numbers
+        self._current, self._rounds_on = (int(str(state[name])) for name in ("current", "rounds_on"))
+        self._probing.restore(state)
         self._decided = int(decided[0]), int(decided[1])
         self._endings.restore(endings)

@@ -147,19 +147,19 @@ class CostProfile:
         of_each = (seconds - curve.at(curve.smallest)) / (rows - curve.smallest)
         return min(max(1.0 - rows * of_each / seconds, 0.0), 1.0)
 
-    def doubt(self, rows: int, one: float | None, other: float | None) -> float:
-        """Standard deviation of the logarithm of one pass's seconds over another's.
+    def hoped_share(self, rows: int, num_drafts: int, tokens: float, present: float | None, doubts: float) -> float:
+        """What share of its forecast a round with drafts might cost, as far as the cost of its pass is in doubt.
 
-        A pass with drafts is given by its tokens, a plain step of `rows` rows by None. Nothing is in doubt where the
-        profile is frozen.
+        A pass costs no less than smaller ones do, and none of those is believed to be dear for a few measurements of
+        one moment. Doubt is of the ratio to the `present` pass, given by its tokens, or to a plain step where that is
+        None. Nothing is in doubt where the profile is frozen.
         """
-        known = []
-        for tokens in (one, other):
-            curve, count = (self.forward, rows) if tokens is None else (self.verify, tokens)
-            if not isinstance(curve, MeasuredCurve):
-                return 0.0
-            known.append(curve.levels(count))
-        return min(self._levels.doubt(a, b) for a in known[0] for b in known[1])
+        curve, count = (self.forward, float(rows)) if present is None else (self.verify, present)
+        if not isinstance(curve, MeasuredCurve) or not isinstance(self.verify, MeasuredCurve):
+            return 1.0
+        least = self._levels.least(self.verify.up_to(tokens), curve.nearest(count), doubts)
+        forecast, drafting = self._verify_seconds(tokens), num_drafts * self._per_draft(rows)
+        return (min(least, forecast) + drafting) / (forecast + drafting)
 
     def skip(self) -> None:
         """A round goes by unmeasured."""
@@ -175,9 +175,7 @@ class CostProfile:
 
     def is_young(self, tokens: float) -> bool:
         """Whether the pass with drafts nearest to this size was measured only a few times."""
-        return isinstance(self.verify, MeasuredCurve) and all(
-            self._levels.is_young(level) for level in self.verify.levels(tokens)
-        )
+        return isinstance(self.verify, MeasuredCurve) and self._levels.is_young(self.verify.nearest(tokens))
 
     def reaches(self, tokens: float) -> bool:
         """Whether a pass with drafts of about this size, or a larger one, was measured."""

@@ -19,8 +19,6 @@ _COUNT_GAIN = 0.1
 """Weight of the newest count in the count that a point stands for."""
 _EXACT = 8
 """Counts up to this have points of their own; above, eight points double the count."""
-_NEXT = 1
-"""Points so far apart say the same: what a round has in its pass varies by as much."""
 _APART = 1.5
 """Points must lie this factor apart for their slope to be believed beyond them."""
 
@@ -127,11 +125,15 @@ class MeasuredCurve(Curve):
         """The level of this count's own point, if it was measured."""
         return self._kind, bucket(count)
 
-    def levels(self, count: float) -> list[tuple[str, int]]:
-        """The levels that tell about this count: the nearest one measured, and those next to its point."""
+    def nearest(self, count: float) -> tuple[str, int]:
+        """The level measured that is nearest to this count."""
         point = bucket(count)
-        nearest = min(abs(known - point) for known in self._counts)
-        return [(self._kind, known) for known in self._counts if abs(known - point) <= max(nearest, _NEXT)]
+        return self._kind, min(self._counts, key=lambda known: abs(known - point))
+
+    def up_to(self, count: float) -> list[tuple[str, int]]:
+        """The levels measured of about this count and of smaller ones; the smallest one where there are none."""
+        point = bucket(count)
+        return [(self._kind, known) for known in self._counts if known <= point] or [(self._kind, min(self._counts))]
 
     def _measured(self) -> tuple[Floats, Floats, Floats]:
         points = sorted(self._counts)

@@ -6,8 +6,6 @@ be put to the test again, and a size that was never measured never would be.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 
@@ -16,10 +14,9 @@ from leadout.draft_length.goodput import LEAST_GAIN
 
 _EXPLORE_GAIN = 1.1
 """A round whose cost is in doubt is tried where it might gain this much."""
-_LOOK_AFTER, _LOOK_YOUNG_AFTER = 32, 16
-"""Rounds of drafting between second looks at sizes that were measured before; at those measured a few times only."""
-_RARER_WHILE_OFF = 4
-"""Times as long without drafts: all rows would have to catch up first."""
+_LOOK_AFTER, _LOOK_YOUNG_AFTER, _LOOK_YOUNG_AFTER_OFF = 128, 16, 64
+"""Rounds between second looks at sizes that were measured before; at those measured seldom, while drafting and while
+off, where all rows would have to catch up first."""
 _LOOK_SHARE, _LOOK_SHARE_OFF = 0.02, 0.01
 """Share of the time since the last look that a second look may lose, going by the forecast; less while off, where
 probes cost as much again."""
@@ -60,15 +57,15 @@ def worth_exploring(
     lost_K = seconds_K - tokens_K / goodput_K[current] + catch_up
     may_lose = (_LOOK_SHARE if current else _LOOK_SHARE_OFF) * since_look * float(seconds_K[current])
     present = rows * float(verified_K[current]) if current else None
+    young_after = _LOOK_YOUNG_AFTER if current else _LOOK_YOUNG_AFTER_OFF
     for k in range(1, tokens_K.size):
         size = rows * float(verified_K[k])
         known = costs.reaches(size)
-        wait = _LOOK_YOUNG_AFTER if known and costs.is_young(size) else _LOOK_AFTER
-        wait *= 1 if current else _RARER_WHILE_OFF
+        wait = young_after if known and costs.is_young(size) else _LOOK_AFTER
         if k == current or (known and (since_look < wait or lost_K[k] > may_lose)):
             continue
         if known and costs.has_drafted(rows):
-            goodput = float(goodput_K[k]) * math.exp(_DOUBTS * costs.doubt(rows, size, present))
+            goodput = float(goodput_K[k]) / costs.hoped_share(rows, k, size, present, _DOUBTS)
         else:
             goodput = float(tokens_K[k]) / (LEAST_GAIN * costs.least_seconds(rows, k, size))
         if goodput > most:

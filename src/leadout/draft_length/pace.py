@@ -13,6 +13,8 @@ have a meaning: the pace at which nothing was measured yet counts as 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -30,6 +32,11 @@ _FARTHEST = 3.0
 _YOUNG, _SHAKEN = 8, 0.3
 """Among its first so many measurements, such a one adds this standard deviation to its level: of two that contradict
 each other the third decides. Later it is the pace that has jumped."""
+_MOMENT, _MOMENT_ROUNDS = 0.3, 8
+"""Rounds that follow each other share a moment: a pace that jumped with them looks like a level, however many of them
+say so. Standard deviation of what one moment tells, over the number of moments, and the rounds of one."""
+_FEW_MOMENTS = 4
+"""A size measured in fewer is not well known."""
 
 
 class Levels:
@@ -38,6 +45,10 @@ class Levels:
     def __init__(self) -> None:
         self._index: dict[tuple[str, int], int] = {}
         self._measured = [0]
+        self._round = 0
+        self._moments = [1]
+        """Moments in which a size was measured, and the round that the latest of them began with."""
+        self._moment_began = [0]
         # Entry 0 is the pace.
         self._mean_N = np.zeros(1)
         self._covariance_NN = np.zeros((1, 1))
@@ -46,6 +57,7 @@ class Levels:
 
     def next_round(self) -> None:
         """Let the pace wander and the levels move a little; once a round."""
+        self._round += 1
         self._covariance_NN.ravel()[:: self._mean_N.size + 1] += _LEVEL_STEP**2
         self._covariance_NN[0, 0] += _PACE_STEP**2
 
@@ -62,6 +74,12 @@ class Levels:
         if place is None:
             self._add((kind, size), value, _EARLY_NOISE[0] ** 2 * variance)
             return
+        if self._measured[place] == 1:
+            # The first measurement says next to nothing, so its moment does not count.
+            self._moment_began[place] = self._round
+        elif self._round >= self._moment_began[place] + _MOMENT_ROUNDS:
+            self._moments[place] += 1
+            self._moment_began[place] = self._round
         if self._measured[place] < len(_EARLY_NOISE):
             variance *= _EARLY_NOISE[self._measured[place]] ** 2
         shared_N = self._covariance_NN[0] + self._covariance_NN[place]
@@ -79,19 +97,29 @@ class Levels:
         """A size measured for the first time: all that is known of its level is this measurement less the pace."""
         self._index[key] = self._mean_N.size
         self._measured.append(1)
+        self._moments.append(1)
+        self._moment_began.append(self._round)
         old_NN = self._covariance_NN
         self._covariance_NN = np.block([[old_NN, -old_NN[:, :1]], [-old_NN[:1], old_NN[:1, :1] + variance]])
         self._mean_N = np.append(self._mean_N, value - self._mean_N[0])
 
     def is_young(self, key: tuple[str, int]) -> bool:
-        """Whether a size was measured only a few times."""
-        return self._measured[self._index[key]] < _YOUNG
+        """Whether a size was measured only a few times, or in a few moments."""
+        place = self._index[key]
+        return self._measured[place] < _YOUNG or self._moments[place] < _FEW_MOMENTS
 
-    def doubt(self, one: tuple[str, int], other: tuple[str, int]) -> float:
-        """Standard deviation of the logarithm of one level over another."""
-        a, b = self._index[one], self._index[other]
-        variance = self._covariance_NN[a, a] + self._covariance_NN[b, b] - 2.0 * self._covariance_NN[a, b]
-        return float(np.sqrt(max(variance, 0.0)))
+    def least(self, keys: Sequence[tuple[str, int]], other: tuple[str, int], doubts: float) -> float:
+        """The largest of the seconds, at pace 0, that these levels have at the least.
+
+        Each may lie so many standard deviations of its ratio to the `other` level below its estimate.
+        """
+        places, b = [self._index[key] for key in keys], self._index[other]
+        covariance_NN = self._covariance_NN
+        variance_N = covariance_NN[places, places] + covariance_NN[b, b] - 2.0 * covariance_NN[b, places]
+        moments_N = np.array([self._moments[place] for place in places], np.float64)
+        apart_N = np.not_equal(places, b)
+        variance_N += apart_N * _MOMENT**2 * (moments_N**-2 + self._moments[b] ** -2.0)
+        return float(np.exp(np.max(self._mean_N[places] - doubts * np.sqrt(np.maximum(variance_N, 0.0)))))
 
     def seconds(self, kind: str, sizes: list[int]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """f64[sizes] each: seconds at pace 0, and the weight of each, the inverse of its variance.
