@@ -17,7 +17,7 @@ _EXPLORE_GAIN = 1.1
 _LOOK_AFTER, _LOOK_YOUNG_AFTER, _LOOK_YOUNG_AFTER_OFF = 128, 16, 64
 """Rounds between second looks at sizes that were measured before; at those measured seldom, while drafting and while
 off, where all rows would have to catch up first."""
-_LOOK_SHARE, _LOOK_SHARE_OFF = 0.02, 0.01
+_LOOK_SHARE, _LOOK_SHARE_OFF = 0.02, 0.004
 """Share of the time since the last look that a second look may lose, going by the forecast; less while off, where
 probes cost as much again."""
 OPTIMISM = 1.0

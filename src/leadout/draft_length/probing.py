@@ -3,7 +3,7 @@
 Part of the goodput rule (`leadout.draft_length.controller`). Probes that speak against a drafter become rarer, one that
 speaks for it is followed by others soon: a drafter that has changed while it rested shows in a row of good probes, not
 in a mean over all that was ever seen. Probes that follow may lose what the good ones saved, no more, so that all
-together lose at most 1 % of the time.
+together lose at most 0.5 % of the time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ _KNOWN, _WELL_KNOWN = 8.0, 16.0
 """Row-rounds asked after which acceptance counts as known, and after which the wait may grow."""
 _PROBE_DRAFTS, _PROBE_SHARE = 3, 16
 """Drafts of a probe, and one row in so many makes them."""
-_PROBE_LOSS = 0.01
+_PROBE_LOSS = 0.005
 """Share of the time since the last probe that one may lose: dear drafts are probed more rarely."""
+_FORECAST_EVERY = 32
+"""Rounds after which a probe that was too dear is forecast again at the latest: fewer rows may be cheaper."""
 _HOPE, _MOST_HOPE = 2, 4
 """Probes that soon follow a good one if none of them is good, and at most so many however many were good before."""
 _OLD_ROUNDS = 24.0
@@ -45,6 +47,8 @@ class Probing:
     def __init__(self) -> None:
         self.rounds_off = _PROBE_AFTER
         """Rounds since the last probe or draft."""
+        self._too_dear_until = 0
+        """Round off after which the loss of a probe is forecast again."""
         self._patience = 1
         self._most_rows = 0
         self._hopes = 0
@@ -77,16 +81,18 @@ class Probing:
         if num_asked >= _KNOWN:
             in_tail = 2 * rows <= self._most_rows or rows == 1
             wait = min(self._patience * _PROBE_AFTER, _PROBE_AT_LATEST) if in_tail else _PROBE_AT_LATEST
-            if self.rounds_off <= (_NEXT_PROBE_AFTER if self._hopes else wait):
+            if self.rounds_off <= max(_NEXT_PROBE_AFTER if self._hopes else wait, self._too_dear_until):
                 return False
-            # Only now: a forecast in every round is more than a resting drafter should cost.
             loss = _loss(costs, rows, *self.shape(rows, max_length), backlog) - _PROBE_LOSS * self.rounds_off
             if loss > self._saved:
+                # A forecast in every round is more than a resting drafter should cost.
+                halfway = int(0.5 * (loss - self._saved) / _PROBE_LOSS)
+                self._too_dear_until = self.rounds_off + min(halfway, _FORECAST_EVERY)
                 return False
             self._saved -= max(loss, 0.0)
         elif self.rounds_off <= _NEXT_PROBE_AFTER:
             return False
-        self.rounds_off, self._most_rows = 0, 0
+        self.rounds_off, self._most_rows, self._too_dear_until = 0, 0, 0
         return True
 
     def record(
@@ -114,6 +120,7 @@ class Probing:
         """For a checkpoint."""
         return {
             "rounds_off": self.rounds_off,
+            "too_dear_until": self._too_dear_until,
             "patience": self._patience,
             "most_rows": self._most_rows,
             "hopes": self._hopes,
@@ -122,8 +129,9 @@ class Probing:
 
     def restore(self, state: Mapping[str, object]) -> None:
         """From one."""
-        counts = (int(str(state[name])) for name in ("rounds_off", "patience", "most_rows", "hopes"))
-        self.rounds_off, self._patience, self._most_rows, self._hopes = counts
+        names = ("rounds_off", "too_dear_until", "patience", "most_rows", "hopes")
+        counts = (int(str(state[name])) for name in names)
+        self.rounds_off, self._too_dear_until, self._patience, self._most_rows, self._hopes = counts
         self._saved = float(str(state["saved"]))
 
 

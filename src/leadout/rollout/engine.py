@@ -256,12 +256,14 @@ class NativeGenerator:
         choice, backlog = Choice(0, 0), 0
         if self._parts.drafter is not None:
             remaining_B = self._table.remaining(self._live.rows)
-            remaining = float(remaining_B.mean())
+            remaining = float(remaining_B.sum()) / remaining_B.size
+            # Not `std`, which takes 20 microseconds of every round.
+            deviation = math.sqrt(max(float(remaining_B @ remaining_B) / remaining_B.size - remaining**2, 0.0))
             choice = self._parts.draft_length.choose(
                 len(self._live.rows),
                 backlog=self._tokens_behind(self._parts.drafter, self._live.slots),
                 remaining=remaining,
-                spread=math.inf if self._admission else float(remaining_B.std()) / remaining,
+                spread=math.inf if self._admission else deviation / remaining,
             )
             backlog = self._tokens_behind(self._parts.drafter, self._live.slots[: choice.num_rows])
         ended, outcome = run_round(self._parts, self._sampler, self._table, self._live, choice, backlog)
