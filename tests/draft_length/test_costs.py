@@ -181,3 +181,8 @@ def test_a_pass_with_few_drafts_stands_for_few_rows():
 
 def test_where_few_rows_were_never_measured_half_of_a_step_is_taken_as_fixed():
     assert CostProfile({8: 17.0}, {1: 1.0}).fixed_share(8) == 0.5
+
+
+def test_a_pass_with_drafts_is_never_forecast_to_be_quicker_than_a_plain_step():
+    costs = CostProfile({1: 0.010, 8: 0.020}, {1: 0.001}, {2: 0.007})
+    assert costs.round_seconds(1, 1) == pytest.approx(0.011)

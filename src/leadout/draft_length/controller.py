@@ -29,7 +29,7 @@ _REFRESH_AFTER, _REFRESH_NARROW_AFTER, _NARROW = 64, 16, 1.15
 """Rounds of drafting after which a plain step keeps its time fresh; sooner where drafts gain less than the last."""
 _DECIDE_EVERY, _DECIDE_EVERY_OFF = 4, 32
 """Rounds between decisions while the rows stay the same; one costs a fraction of a millisecond."""
-_MEASURE_EVERY_OFF = 12
+_MEASURE_EVERY_OFF = 6
 """Plain steps are many while off: two in so many are enough, and the arithmetic is what a resting drafter costs."""
 
 
