@@ -8,6 +8,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 from leadout.logprob.native_body import NativeBody
 from leadout.logprob.policy_forward import ForwardSettings, PackedForward
@@ -91,6 +92,17 @@ def test_forms_that_the_kernels_do_not_know_are_refused(change, reason):
     model = policy("llama")
     change(model)
     assert str(NativeBody.of(model)).startswith(reason)
+
+
+@needs_kernels
+def test_a_sliding_window_that_the_kernels_do_not_have_keeps_transformers_layers():
+    sizes = CONFIGS["mistral"]().to_dict()
+    torch.manual_seed(0)
+    windowed = MistralForCausalLM(MistralConfig(**{**sizes, "sliding_window": 4})).eval()
+    whole = MistralForCausalLM(MistralConfig(**{**sizes, "sliding_window": None})).eval()
+    settings = ForwardSettings(temperature=1.0)
+    assert PackedForward(windowed, settings).native is None
+    assert PackedForward(whole, settings).native is not None
 
 
 @needs_kernels

@@ -76,7 +76,7 @@ class PackedForward:
         elif getattr(self.decoder, "_supports_attention_backend", False):
             use_pack_attention(self.decoder)
         best = settings.autocast and settings.layers == "best"
-        self.native = self._native_body() if best else None
+        self.native = self._native_body() if best and self.shared else None
         self.native_head = NativeHead.of(self.head.weight) if best else None
 
     @property
