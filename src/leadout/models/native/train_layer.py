@@ -140,6 +140,10 @@ class NativeLayer:
             weights: In the order of `WEIGHTS`, f32; None for those the model has not.
 
         """
+        # C++ trusts its caller.
+        assert all(part.shape == (x_TH.shape[0], self._spec.head_dim) and part.is_contiguous() for part in angles)
+        assert all(each is None or (each.dtype is torch.float32 and each.is_contiguous()) for each in (x_TH, *weights))
+        assert int(segments.start_S[-1] + segments.length_S[-1]) == x_TH.shape[0]
         out_TH: Tensor = _Layer.apply(self, segments, angles, x_TH, *weights)  # type: ignore[no-untyped-call]
         return out_TH
 
@@ -207,7 +211,6 @@ class _Layer(torch.autograd.Function):
         x_TH: Tensor,
         *weights: Tensor | None,
     ) -> Tensor:
-        x_TH = x_TH.contiguous()
         ctx.layer, ctx.segments = layer, segments
         out_TH, kept = layer.forward(segments.fields(*angles), x_TH, weights)
         ctx.save_for_backward(*angles, x_TH, *kept, *weights)
