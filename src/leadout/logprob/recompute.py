@@ -100,11 +100,7 @@ class HeadMath(Protocol):
 
 
 class OperatorHead:
-    """PyTorch's operators, on any device and in any type.
-
-    Where logits and probabilities of a chunk are needed, one takes the other's place. With a bias its gradient falls
-    off in `back`.
-    """
+    """PyTorch's operators, on any device and in any type; the gradient of a bias falls off in `back`."""
 
     def __init__(self, bias_V: Tensor | None, *, low_gradients: bool) -> None:
         """`low_gradients`: matrix products of the backward pass in bfloat16."""
@@ -143,7 +139,7 @@ class OperatorHead:
         grad_CV.scatter_add_(-1, targets_C[:, None], scaled_C[:, None])
         if self._bias_V is not None:
             part_V = grad_CV.sum(0)
-            self.grad_bias_V = part_V if self.grad_bias_V is None else self.grad_bias_V + part_V
+            self.grad_bias_V = self.grad_bias_V + part_V if add and self.grad_bias_V is not None else part_V
         dtype = torch.bfloat16 if self._low_gradients else head_VH.dtype
         factor_CV = grad_CV.to(dtype)
         if grad_head_VH is not None:

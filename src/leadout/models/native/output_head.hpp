@@ -13,7 +13,8 @@ class OutputHead {
  public:
   // hidden f32[R, H], weight f32[V, H] -> f32[R, V]
   void logits(Pool& pool, const float* hidden, const float* weight, int rows, int size, int vocab, float* out) {
-    const bf16* low = narrow(pool, hidden, rows, size);
+    bf16* low = low_.reserve(static_cast<size_t>(rows) * padded(size));
+    narrow(pool, hidden, rows, size, low);
     pack_columns(pool, weight_, size, vocab, [&](int c) {
       return c < vocab ? weight + static_cast<size_t>(c) * size : nullptr;
     });
@@ -65,24 +66,17 @@ class OutputHead {
       pack_rows(pool, weight_, count, size, [&](int r, int c) {
         return _mm512_loadu_ps(weight + static_cast<size_t>(first + r) * size + c);
       });
-      put(pool, slice, padded(kSlice), rows, size, weight_, dhidden, first > 0);
+      put_product(pool, slice, padded(kSlice), rows, size, weight_, first > 0,
+                  [&](int r) { return dhidden + static_cast<size_t>(r) * size; });
       if (!dweight) continue;
       transpose(pool, slice, padded(kSlice), rows, wide, turned);
-      put(pool, turned, padded(rows), count, size, hidden_, dweight + static_cast<size_t>(first) * size, add);
+      put_product(pool, turned, padded(rows), count, size, hidden_, add,
+                  [&](int r) { return dweight + static_cast<size_t>(first + r) * size; });
     }
   }
 
  private:
   static constexpr int kSlice = 4096;  // of the vocabulary; a block of so many inputs is a quarter of a level-2 cache
-
-  bf16* narrow(Pool& pool, const float* x, int rows, int size) {
-    bf16* low = low_.reserve(static_cast<size_t>(rows) * padded(size));
-    pool.run(rows, [&](int r, int) {
-      for (int c = 0; c < size; c += kLanes)
-        store_bf16(low + static_cast<size_t>(r) * padded(size) + c, _mm512_loadu_ps(x + static_cast<size_t>(r) * size + c));
-    });
-    return low;
-  }
 
   // bf16[R, padded(kSlice)]: gradients of the logits first .. first + count - 1, zeros behind them.
   static void slopes_of(Pool& pool, const float* logits, int rows, int vocab, int first, int count, float temperature,
@@ -102,19 +96,6 @@ class OutputHead {
           d = _mm512_mask_add_ps(d, static_cast<__mmask16>(1 << (target - c)), d, _mm512_set1_ps(slope));
         store_bf16(to + c, d);
       }
-    });
-  }
-
-  // out f32[rows, columns] = (or +=) x . what is packed
-  static void put(Pool& pool, const bf16* x, size_t stride, int rows, int columns, const Linear& packed, float* out,
-                  bool add) {
-    multiply(pool, x, stride, rows, packed, nullptr, [&](int j, int row0, int count, const float* y) {
-      for (int r = 0; r < count; ++r)
-        for (int c = j * kColumns; c < std::min(columns, (j + 1) * kColumns); c += kLanes) {
-          float* to = out + static_cast<size_t>(row0 + r) * columns + c;
-          const __m512 sum = _mm512_load_ps(y + r * kColumns + c - j * kColumns);
-          _mm512_storeu_ps(to, add ? _mm512_add_ps(sum, _mm512_loadu_ps(to)) : sum);
-        }
     });
   }
 

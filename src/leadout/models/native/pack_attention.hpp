@@ -263,7 +263,7 @@ class PackAttention {
     const int all = heads_ + 2 * kv_heads_, half = dim_ / 2;
     const size_t plane = static_cast<size_t>(pack.tokens) * dim_;
     float* to = rotated_.reserve(all * plane);
-    each_token(pool, pack, [&](int t, int) {
+    each_row_of(pool, pack.tokens, [&](int t, int) {
       const float *c = pack.cosine + static_cast<size_t>(t) * dim_, *s = pack.sine + static_cast<size_t>(t) * dim_;
       alignas(64) float x[512];
       for (int index = 0; index < all; ++index) {
@@ -288,11 +288,11 @@ class PackAttention {
   // The way back: per query head gradients to those of the projections' outputs.
   void rotate_back(Pool& pool, const Pack& pack, const bf16* qkv, const float* query_norm, const float* key_norm,
                    bf16* dqkv, float* dquery_norm, float* dkey_norm) {
-    const int half = dim_ / 2, pieces = (pack.tokens + kTokens - 1) / kTokens;
+    const int half = dim_ / 2, pieces = row_pieces(pack.tokens);
     const size_t plane = static_cast<size_t>(pack.tokens) * dim_;
     float* partial = partial_.reserve(static_cast<size_t>(pieces) * 2 * dim_);
     std::fill_n(partial, static_cast<size_t>(pieces) * 2 * dim_, 0.0f);
-    each_token(pool, pack, [&](int t, int piece) {
+    each_row_of(pool, pack.tokens, [&](int t, int piece) {
       const float *c = pack.cosine + static_cast<size_t>(t) * dim_, *s = pack.sine + static_cast<size_t>(t) * dim_;
       alignas(64) float g[512], x[512];
       for (int index = 0; index < heads_ + 2 * kv_heads_; ++index) {
@@ -342,15 +342,6 @@ class PackAttention {
     }
     const float mean = dot * inverse * inverse / static_cast<float>(dim_);
     for (int d = 0; d < dim_; ++d) g[d] = inverse * (g[d] - x[d] * mean);
-  }
-
-  static constexpr int kTokens = 16;
-
-  template <class Fn>
-  static void each_token(Pool& pool, const Pack& pack, Fn&& fn) {
-    pool.run((pack.tokens + kTokens - 1) / kTokens, [&](int piece, int) {
-      for (int t = piece * kTokens; t < std::min(pack.tokens, (piece + 1) * kTokens); ++t) fn(t, piece);
-    });
   }
 
   int heads_, kv_heads_, dim_;

@@ -118,4 +118,39 @@ inline void transpose(Pool& pool, const bf16* from, size_t stride, int rows, int
   });
 }
 
+constexpr int kRowsTogether = 16;
+inline int row_pieces(int rows) { return (rows + kRowsTogether - 1) / kRowsTogether; }
+
+// fn(row, piece) in pieces of 16 rows, whatever the number of threads.
+template <class Fn>
+inline void each_row_of(Pool& pool, int rows, Fn&& fn) {
+  pool.run(row_pieces(rows), [&](int piece, int) {
+    for (int r = piece * kRowsTogether; r < std::min(rows, (piece + 1) * kRowsTogether); ++r) fn(r, piece);
+  });
+}
+
+// out[r][0 .. columns - 1] = bf16(x[r]), rows padded(columns) apart.
+inline void narrow(Pool& pool, const float* x, int rows, int columns, bf16* out) {
+  each_row_of(pool, rows, [&](int r, int) {
+    for (int c = 0; c < columns; c += kLanes)
+      store_bf16(out + static_cast<size_t>(r) * padded(columns) + c,
+                 _mm512_loadu_ps(x + static_cast<size_t>(r) * columns + c));
+  });
+}
+
+// Row r of x . what is packed goes to place(r), f32[columns]; added to what is there where `add`.
+template <class Place>
+void put_product(Pool& pool, const bf16* x, size_t stride, int rows, int columns, const Linear& packed, bool add,
+                 Place&& place) {
+  multiply(pool, x, stride, rows, packed, nullptr, [&](int j, int row0, int count, const float* y) {
+    for (int r = 0; r < count; ++r) {
+      float* to = place(row0 + r);
+      for (int c = j * kColumns; c < std::min(columns, (j + 1) * kColumns); c += kLanes) {
+        const __m512 sum = _mm512_load_ps(y + r * kColumns + c - j * kColumns);
+        _mm512_storeu_ps(to + c, add ? _mm512_add_ps(sum, _mm512_loadu_ps(to + c)) : sum);
+      }
+    }
+  });
+}
+
 }  // namespace leadout

@@ -73,7 +73,7 @@ class TrainLayer {
     const size_t all = static_cast<size_t>(tokens) * size;
     float* middle = middle_.reserve(all);
     mlp_back(pool, tokens, w, kept, dout, middle, g);
-    bf16* low = narrow(pool, middle, tokens, size);
+    bf16* low = low_rows(pool, middle, tokens, size);
     if (g.output) {
       transpose_of(pool, low, tokens, size);
       pack_rows(pool, weight_, tokens, mixed, [&](int t, int c) { return widen(kept.mixed + static_cast<size_t>(t) * padded(mixed) + c); });
@@ -98,15 +98,6 @@ class TrainLayer {
   }
 
  private:
-  static constexpr int kTokens = 16;
-
-  template <class Fn>
-  static void each_token(Pool& pool, int tokens, Fn&& fn) {
-    pool.run((tokens + kTokens - 1) / kTokens, [&](int piece, int) {
-      for (int t = piece * kTokens; t < std::min(tokens, (piece + 1) * kTokens); ++t) fn(t, piece);
-    });
-  }
-
   // fn(row, column, 16 sums) over a tile of block j.
   template <class Fn>
   static void each_vector(int j, int columns, int row0, int count, const float* y, Fn&& fn) {
@@ -138,7 +129,7 @@ class TrainLayer {
   // out = bf16(x / rms * weight); leaves 1 / rms.
   void norm(Pool& pool, const float* x, int tokens, const float* weight, float* scale, bf16* out) const {
     const int size = spec.hidden;
-    each_token(pool, tokens, [&](int t, int) {
+    each_row_of(pool, tokens, [&](int t, int) {
       const float* row = x + static_cast<size_t>(t) * size;
       __m512 square = _mm512_setzero_ps();
       for (int c = 0; c < size; c += kLanes) square = _mm512_fmadd_ps(_mm512_loadu_ps(row + c), _mm512_loadu_ps(row + c), square);
@@ -174,18 +165,15 @@ class TrainLayer {
 
   // out f32[rows, columns] = a . what is packed
   void product(Pool& pool, const bf16* a, size_t stride, int rows, int columns, float* out) {
-    multiply(pool, a, stride, rows, weight_, nullptr, [&](int j, int row0, int count, const float* y) {
-      each_vector(j, columns, row0, count, y, [&](int r, int c, __m512 sum) {
-        _mm512_storeu_ps(out + static_cast<size_t>(r) * columns + c, sum);
-      });
-    });
+    put_product(pool, a, stride, rows, columns, weight_, false,
+                [&](int r) { return out + static_cast<size_t>(r) * columns; });
   }
 
   // The MLP's half: dout -> gradient at the middle of the layer.
   void mlp_back(Pool& pool, int tokens, const TrainWeights& w, const Kept& kept, const float* dout, float* dmiddle,
                 const TrainWeights& g) {
     const int size = spec.hidden, inner = spec.inner;
-    const bf16* low = narrow(pool, dout, tokens, size);
+    const bf16* low = low_rows(pool, dout, tokens, size);
     if (g.down) {
       transpose_of(pool, low, tokens, size);
       pack_rows(pool, weight_, tokens, inner, [&](int t, int c) {
@@ -227,12 +215,9 @@ class TrainLayer {
   }
 
   // bf16 rows with the stride that products like.
-  bf16* narrow(Pool& pool, const float* x, int tokens, int size) {
+  bf16* low_rows(Pool& pool, const float* x, int tokens, int size) {
     bf16* low = low_.reserve(static_cast<size_t>(tokens) * padded(std::max(size, spec.inner)));
-    each_token(pool, tokens, [&](int t, int) {
-      for (int c = 0; c < size; c += kLanes)
-        store_bf16(low + static_cast<size_t>(t) * padded(size) + c, _mm512_loadu_ps(x + static_cast<size_t>(t) * size + c));
-    });
+    narrow(pool, x, tokens, size, low);
     return low;
   }
 
@@ -243,9 +228,7 @@ class TrainLayer {
   // Row r of (transposed gradient) . (packed activations) goes to place(r), f32[inputs].
   template <class Place>
   void weight_gradient(Pool& pool, int tokens, int outputs, int inputs, Place&& place) {
-    multiply(pool, turned_.get(), padded(tokens), outputs, weight_, nullptr, [&](int j, int row0, int count, const float* y) {
-      each_vector(j, inputs, row0, count, y, [&](int r, int c, __m512 sum) { _mm512_storeu_ps(place(r) + c, sum); });
-    });
+    put_product(pool, turned_.get(), padded(tokens), outputs, inputs, weight_, false, place);
   }
 
   // Sums of the transposed gradient's rows, where place(r) is not null.
@@ -265,10 +248,10 @@ class TrainLayer {
   // dx = residual + gradient through the norm of dnormed; `dweight` is set where not null.
   void norm_back(Pool& pool, const float* x, const float* scale, const float* weight, int tokens, const float* dnormed,
                  const float* residual, float* dx, float* dweight) {
-    const int size = spec.hidden, pieces = (tokens + kTokens - 1) / kTokens;
+    const int size = spec.hidden, pieces = row_pieces(tokens);
     float* partial = partial_.reserve(static_cast<size_t>(pieces) * size);
     std::fill_n(partial, static_cast<size_t>(pieces) * size, 0.0f);
-    each_token(pool, tokens, [&](int t, int piece) {
+    each_row_of(pool, tokens, [&](int t, int piece) {
       const size_t at = static_cast<size_t>(t) * size;
       const __m512 inverse = _mm512_set1_ps(scale[t]);
       __m512 dot = _mm512_setzero_ps();
