@@ -39,7 +39,7 @@ class Bench:
         """The folder of a drafter that has one."""
         if drafter.folder is not None:
             return str(drafter.folder)
-        training = self.store.read(Training, f"train/{drafter.name}")
+        training = self.store.read(Training, f"train/{drafter.trained_as or drafter.name}")
         return None if training is None else str(training.folder)
 
     def machine(self, policy: str) -> BenchMachine:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from leadout.config import Count, Positive, Section
+from leadout.config import Count, Draft, Method, Positive, Section
 
 STAGES = ("train", "policy", "acceptance", "speed", "online")
 WORKLOADS = ("arithmetic", "gsm8k")
@@ -22,7 +22,6 @@ MIDDLE_LENGTH = 3
 """k of everything that is measured at one draft length only."""
 COMMAND = "python -m benchmarks.drafters"
 
-Method = Literal["eagle3", "parallel", "mtp", "small_model", "ngram", "history"]
 Domain = Literal["mixed", "arithmetic", "other"]
 
 
@@ -70,7 +69,9 @@ class Drafter:
     """In which comparison it appears; `eagle3` of the main one also stands in that of domains."""
     domain: Domain | None = "mixed"
     """What it is trained on; None where nothing is trained here."""
-    loss: str = "ce"
+    trained_as: str = ""
+    """The row whose training it drafts with, where it has none of its own."""
+    loss: str = Draft().loss_fn
     seed: int = 0
     folder: Path | None = None
     """Of a given head."""
@@ -118,6 +119,7 @@ def drafters(options: Options) -> list[Drafter]:
     rows += [
         Drafter(name="ngram", method="ngram", domain=None),
         Drafter(name="history", method="history", domain=None),
+        Drafter(name="history+eagle3", method="history+eagle3", domain=None, trained_as="eagle3"),
         Drafter(name="eagle3-arithmetic", method="eagle3", part="domain", domain="arithmetic"),
         Drafter(name="eagle3-other", method="eagle3", part="domain", domain="other"),
     ]
@@ -224,4 +226,5 @@ def _online_cells(options: Options, rows: list[Drafter]) -> Iterator[Cell]:
 
 
 def _trained(drafter: Drafter) -> tuple[str, ...]:
-    return () if drafter.domain is None else (f"train/{drafter.name}",)
+    trained = drafter.trained_as or ("" if drafter.domain is None else drafter.name)
+    return (f"train/{trained}",) if trained else ()

@@ -114,11 +114,11 @@ def measure_acceptance(bench: Bench, cell: Cell) -> Acceptance:
             draft_sample_method="greedy" if cell.greedy else "probabilistic",
         ),
     )
-    is_head = drafter.method in ("eagle3", "parallel", "mtp")
-    head = machine.head(folder, cast(HeadMethod, drafter.method)) if is_head else None
+    kind = section.speculative_config.draft_head if section.speculative_config is not None else None
+    head = None if kind is None else machine.head(folder, kind)
     generator = make_generator(machine.decoder, machine.codec, section, num_rows=options.rows, head=head)
     prompts, params = bench.prompts(cell.workload), sampling_params(section, machine.codec, 0)
-    if drafter.method == "history":
+    if drafter.method.startswith("history"):
         generate(generator, make_requests(prompts, params, _GENERATIONS, first_draw=len(prompts)))
     return accepted(generate(generator, make_requests(prompts, params, 1)))
 

@@ -119,8 +119,14 @@ Method = Literal[
     "history+mtp",
     "history+small_model",
 ]
-BenchMethod = Literal["none", "ngram", "eagle3", "parallel", "mtp", "noisy_policy", "history", "small_model"]
-"""Drafters that are measured one at a time."""
+BenchMethod = Literal["none", "noisy_policy", Method]
+"""Drafters that are measured one at a time; `none` decodes plainly, `noisy_policy` is the policy with noise."""
+
+
+def head_of(method: BenchMethod) -> HeadMethod | None:
+    """The kind of draft head of a method, alone or behind a look-up; None where no head drafts."""
+    name = method.removeprefix("history+")
+    return next((kind for kind in get_args(HeadMethod) if kind == name), None)
 
 
 class SpeculativeConfig(Section):
@@ -167,8 +173,7 @@ class SpeculativeConfig(Section):
     @property
     def draft_head(self) -> HeadMethod | None:
         """The kind of draft head, if one drafts."""
-        name = self.method.removeprefix("history+")
-        return next((kind for kind in get_args(HeadMethod) if kind == name), None)
+        return head_of(self.method)
 
     @property
     def draft_model(self) -> HeadMethod | Literal["small_model"] | None:
@@ -234,8 +239,8 @@ class Draft(Section):
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     passes: Positive = 1
     """Optimizer passes over each step's rollouts."""
-    micro_rollouts: Positive = 4
-    """Rollouts per drafter update."""
+    micro_rollouts: Positive | None = None
+    """Rollouts per drafter update; null: 4 for a drafter that starts untrained, 8 for one that was trained before."""
     replay_rollouts: Count = 0
     """Recent rollouts kept and trained on again, as many per step as fresh ones; 0 is off."""
     token_fraction: Share = 1.0
@@ -248,7 +253,7 @@ class Draft(Section):
     """Draft vocabulary of an untrained drafter; null is the policy's."""
     layer_ids: tuple[int, int, int] | None = None
     """Tapped layers (the state entering them) in rising order; null is (2, L/2, L-3)."""
-    measure_tokens: Positive = 4096
+    measure_tokens: Positive = 512
     """At most this many response tokens a step measure the expected acceptance length."""
 
     def rate(self, *, trained: bool) -> float:
@@ -256,6 +261,12 @@ class Draft(Section):
         if self.learning_rate is not None:
             return self.learning_rate
         return 1e-4 if trained else 1e-3
+
+    def rollouts_per_update(self, *, trained: bool) -> int:
+        """Larger updates cost an untrained drafter some of its first words, and a trained one nothing (measured)."""
+        if self.micro_rollouts is not None:
+            return self.micro_rollouts
+        return 8 if trained else 4
 
     @field_validator("layer_ids")
     @classmethod

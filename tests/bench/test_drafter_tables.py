@@ -63,7 +63,7 @@ def read(out: Path, kind: type[R], name: str) -> R:
 def test_every_stage_measures_every_cell(measured: Path) -> None:
     options, store = read_options(measured, {}), Store(measured)
     planned = cells(options)
-    assert len(planned) == len({(cell.stage, cell.name) for cell in planned}) == 8 + 1 + 52 + 6 + 4
+    assert len(planned) == len({(cell.stage, cell.name) for cell in planned}) == 8 + 1 + 60 + 7 + 4
     assert all(store.path(cell).is_file() for cell in planned)
     assert not list(measured.rglob(".*.tmp"))
     assert read(measured, Training, "train/parallel").rollouts == 8
@@ -81,7 +81,7 @@ def test_a_second_call_measures_nothing_again(measured: Path, capsys: pytest.Cap
     files = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in measured.rglob("cells/*/*.json")}
     assert call("all", measured) == 0
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files} == files
-    assert "acceptance: 0 of 52 cells left" in capsys.readouterr().err
+    assert "acceptance: 0 of 60 cells left" in capsys.readouterr().err
 
 
 def test_a_cell_that_is_deleted_is_the_only_one_measured_again(

@@ -132,6 +132,11 @@ def test_the_long_tail_is_one_cell_of_64_rows(leadout_run, policy, tmp_path):
         (("--k", "3,fast"), "--k: expected numbers from 0 to 16 or auto with commas, such as 0,3,auto, got '3,fast'"),
         (("--k", "17"), "--k: expected numbers from 0 to 16"),
         (("--method", "small_model"), "--method small_model needs --draft"),
+        (("--method", "history+small_model"), "--method history+small_model needs --draft"),
+        (
+            ("--method", "history+eagle3", "--calibrate", "x.json"),
+            "--method history+eagle3: expected drafters by themselves in a profile, such as history,eagle3",
+        ),
         (("--method", "ngram", "--draft", "x"), "--method ngram drafts without a model, got --draft x"),
         (("--method", "eagle"), "--method: expected one of none, ngram, eagle3, parallel, mtp"),
         (("--method", "ngram,eagle3"), "--method: several drafters go with --calibrate only, got 'ngram,eagle3'"),

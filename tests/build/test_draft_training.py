@@ -45,17 +45,19 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> DraftPlan:
 
 
 @pytest.mark.parametrize(
-    ("changes", "rate"),
+    ("changes", "rate", "rollouts"),
     [
-        ({}, 1e-3),
-        ({"init": Path("head")}, 1e-4),
-        ({"init": Path("cut"), "method": "small_model"}, 1e-3),
-        ({"init": Path("head"), "draft": Draft(learning_rate=2e-4)}, 2e-4),
+        ({}, 1e-3, 4),
+        ({"init": Path("head")}, 1e-4, 8),
+        ({"init": Path("cut"), "method": "small_model"}, 1e-3, 4),
+        ({"init": Path("head"), "draft": Draft(learning_rate=2e-4, micro_rollouts=2)}, 2e-4, 2),
     ],
 )
-def test_a_head_to_go_on_from_takes_smaller_steps_unless_told_otherwise(changes, rate):
-    plan = DraftPlan(model="policy", data={}, num_rollouts=8, passes=1, **changes)
-    assert draft_settings(plan).learning_rate == rate
+def test_a_head_to_go_on_from_takes_fewer_and_smaller_steps_unless_told_otherwise(changes, rate, rollouts):
+    plan = DraftPlan(model="policy", data={}, num_rollouts=64, passes=1, **changes)
+    settings = draft_settings(plan)
+    assert (settings.learning_rate, settings.micro_rollouts) == (rate, rollouts)
+    assert settings.decay_updates == 64 // rollouts
 
 
 def train(plan: DraftPlan, out: Path) -> tuple[dict[str, float], str]:

@@ -15,9 +15,9 @@ MAX_LEN = 6
 NUM_SLOTS = 4
 
 
-def slots_for_test() -> KVSlots:
+def slots_for_test(*, compact: bool = True) -> KVSlots:
     spec = DecoderSpec.from_config(CONFIGS["llama"]().to_dict())
-    return KVSlots(spec, NUM_SLOTS, MAX_LEN, torch.float64)
+    return KVSlots(spec, NUM_SLOTS, MAX_LEN, torch.float64, compact=compact)
 
 
 def write(kv: KVSlots, slot: int, values: list[float]) -> None:
@@ -42,10 +42,11 @@ def content(kv: KVSlots, slot: int) -> list[float]:
     return kv.view(0, [slot], length)[0][0, 0, :, 0].tolist()
 
 
+@pytest.mark.parametrize("compact", [True, False])
 @settings(derandomize=True, max_examples=120, deadline=None)
-@given(st.data())
-def test_any_sequence_of_operations_keeps_every_slots_content(data: st.DataObject) -> None:
-    kv, model, counter = slots_for_test(), dict[int, list[float]](), 0
+@given(data=st.data())
+def test_any_sequence_of_operations_keeps_every_slots_content(data: st.DataObject, compact: bool) -> None:
+    kv, model, counter = slots_for_test(compact=compact), dict[int, list[float]](), 0
     for _ in range(data.draw(st.integers(1, 14))):
         operation = data.draw(st.sampled_from(["allocate", "write", "rollback", "release", "copy"]))
         if operation == "allocate" and len(model) < NUM_SLOTS:
@@ -86,6 +87,15 @@ def test_all_live_slots_in_order_are_read_without_a_copy() -> None:
     live = kv.order([slots[0], slots[2], slots[3]])
     assert live == [slots[0], slots[3], slots[2]]
     assert kv.view(0, live, 3)[0].data_ptr() == kv.view(0, [slots[0]], 3)[0].data_ptr()
+
+
+def test_no_row_moves_where_rows_need_not_be_compact() -> None:
+    kv = slots_for_test(compact=False)
+    slots = kv.allocate(4)
+    before = kv.rows_array(slots).tolist()
+    kv.release([slots[1]])
+    assert kv.order([slots[0], slots[2], slots[3]]) == [slots[0], slots[2], slots[3]]
+    assert kv.rows_array([slots[0], slots[2], slots[3]]).tolist() == [before[0], before[2], before[3]]
 
 
 def test_slots_out_of_order_are_read_in_the_order_asked_for() -> None:

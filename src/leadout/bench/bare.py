@@ -23,7 +23,6 @@ from leadout.bench.workload import Workload
 from leadout.drafters.head_cache import HeadCache
 from leadout.models.decoder import FusedDecoder
 from leadout.models.draft_head import DraftHead
-from leadout.models.kv import KVSlots
 from leadout.models.sampling import ParamsBatch
 from leadout.records import SamplingParams
 from leadout.rollout.sampler import Sampler
@@ -50,7 +49,7 @@ class BareParts:
         """`width`: most tokens of a row in one pass; `head` None leaves out the draft."""
         self._decoder = decoder
         self._rows = rows
-        self._kv = KVSlots(decoder.spec, rows, context + width, decoder.dtype, decoder.device)
+        self._kv = decoder.new_kv(rows, context + width)
         self._slots = self._kv.allocate(rows)
         self._kv.advance(self._slots, np.full(rows, context, np.int64))
         self._generator = torch.Generator().manual_seed(0)

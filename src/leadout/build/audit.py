@@ -133,7 +133,7 @@ def _generator(
     params: SamplingParams,
 ) -> Generator:
     def new_kv() -> KVSlots:
-        return KVSlots(decoder.spec, _SLOTS, decoder.max_len, decoder.dtype, decoder.device)
+        return decoder.new_kv(_SLOTS)
 
     parts = EngineParts(
         decoder=decoder,

@@ -74,10 +74,13 @@ def calibrate(
 
     `drafters`: methods, each with its folder where it has one; the method of the options if not given. The learner is
     timed with the first that is a draft head learning along. `passes`: turns over the shapes. Raises ConfigError when
-    the model's context does not hold two lengths.
+    the model's context does not hold two lengths, and for a look-up with a model, whose rounds are of either kind.
     """
     drafters = {options.method: options.draft} if drafters is None else drafters
     for method, draft in drafters.items():
+        if "+" in method:
+            each = ",".join(method.split("+"))
+            raise ConfigError(f"--method {method}: expected drafters by themselves in a profile, such as {each}")
         check_draft(method, draft)
     prompts = options.context, _far(options)
     machine = BenchMachine(options.model, max_len=prompts[1] + ROOM, dtype=options.dtype, threads=options.threads)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 import psutil
 import torch
@@ -17,7 +16,7 @@ from leadout.bench.workload import cut_prompts, make_prompt
 from leadout.build.drafter import drafter_bytes_per_slot, load_head, make_drafter, new_head
 from leadout.build.generator import DTYPES, GIB, make_decoder
 from leadout.build.process import prepare_process
-from leadout.config import BenchMethod, Draft, HeadMethod, SpeculativeConfig
+from leadout.config import BenchMethod, Draft, HeadMethod, SpeculativeConfig, head_of
 from leadout.data.prompts import PromptFormat
 from leadout.data.prompts import make_prompt as render_prompt
 from leadout.data.rows import Row
@@ -37,7 +36,6 @@ from leadout.rollout.engine import NativeGenerator
 from leadout.rollout.parts import EngineParts
 from leadout.text import TextCodec
 
-_HEADS: tuple[HeadMethod, ...] = get_args(HeadMethod)
 DRAFT_VOCABULARY = 8192
 """Of an untrained head, where the policy's is larger."""
 
@@ -48,7 +46,7 @@ class DrafterChoice:
 
     method: BenchMethod
     draft: str | None = None
-    """Folder of a head (eagle3; None: an untrained one), or of a small model."""
+    """Folder of a head (None: an untrained one), or of a small model."""
     rule: AcceptRule = verify
     """Another rule than the exact one only to set the acceptance."""
     full: bool = False
@@ -57,7 +55,7 @@ class DrafterChoice:
     @property
     def head(self) -> HeadMethod | None:
         """The kind of draft head, if one drafts."""
-        return next((kind for kind in _HEADS if kind == self.method), None)
+        return head_of(self.method)
 
 
 class BenchMachine:
@@ -139,7 +137,7 @@ class BenchMachine:
         self.check_room(choice, rows=rows, max_len=max_len)
 
         def new_kv() -> KVSlots:
-            return KVSlots(self.spec, rows, max_len, self.decoder.dtype, self.decoder.device)
+            return self.decoder.new_kv(rows, max_len)
 
         drafter = self._drafter(choice, rows, new_kv)
         return NativeGenerator(
@@ -179,13 +177,14 @@ class BenchMachine:
 
 def check_draft(method: BenchMethod, draft: str | None) -> None:
     """Before anything is loaded: raises ConfigError or ModelError when method and folder do not go together."""
-    if method == "small_model" and draft is None:
-        raise ConfigError("--method small_model needs --draft, the folder of a model with the policy's tokenizer")
+    small = method.endswith("small_model")
+    if small and draft is None:
+        raise ConfigError(f"--method {method} needs --draft, the folder of a model with the policy's tokenizer")
     if draft is None:
         return
-    if method not in (*_HEADS, "small_model"):
+    if not small and head_of(method) is None:
         raise ConfigError(f"--method {method} drafts without a model, got --draft {draft}; leave one of them out")
-    if method in _HEADS and not Path(draft).is_dir():
+    if not small and not Path(draft).is_dir():
         raise ModelError(f"--draft: expected the folder of a draft head, got {draft}, which is not there")
 
 

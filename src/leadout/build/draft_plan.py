@@ -92,20 +92,22 @@ class DraftPlan:
 def draft_settings(plan: DraftPlan) -> DraftSettings:
     """The trainer's settings: constant learning rate for half of the updates, then linearly down."""
     draft = plan.draft
-    updates = plan.num_batches * plan.passes * -(-plan.batch // draft.micro_rollouts) * draft.passes
+    # A small model that was cut from the policy knows little; a head to go on from knows what it was taught.
+    trained = plan.init is not None and plan.method != "small_model"
+    micro_rollouts = draft.rollouts_per_update(trained=trained)
+    updates = plan.num_batches * plan.passes * -(-plan.batch // micro_rollouts) * draft.passes
     return DraftSettings(
         loss_fn=draft.loss_fn,
         # What a small model says at a token does not depend on the round: there is nothing to unroll.
         steps=1 if plan.method == "small_model" else draft.ttt_steps,
         decay=draft.ttt_decay,
-        # A small model that was cut from the policy knows little; a head to go on from knows what it was taught.
-        learning_rate=draft.rate(trained=plan.init is not None and plan.method != "small_model"),
+        learning_rate=draft.rate(trained=trained),
         warmup_steps=draft.warmup_steps,
         decay_from=updates // 2,
         decay_updates=updates,
         max_grad_norm=draft.max_grad_norm,
         passes=draft.passes,
-        micro_rollouts=draft.micro_rollouts,
+        micro_rollouts=micro_rollouts,
         token_fraction=draft.token_fraction,
         measure_tokens=0,
         measure_depth=plan.num_drafts,

@@ -137,7 +137,7 @@ def make_generator(
     return NativeGenerator(
         EngineParts(
             decoder=decoder,
-            kv=KVSlots(decoder.spec, slots, decoder.max_len, decoder.dtype, decoder.device),
+            kv=decoder.new_kv(slots),
             vocab_size=decoder.spec.vocab_size,
             max_len=decoder.max_len,
             device=decoder.device,

@@ -163,7 +163,7 @@ def _draft_settings(config: RunConfig, *, is_small: bool, trained: bool) -> Draf
         warmup_steps=draft.warmup_steps,
         max_grad_norm=draft.max_grad_norm,
         passes=draft.passes,
-        micro_rollouts=draft.micro_rollouts,
+        micro_rollouts=draft.rollouts_per_update(trained=trained),
         replay_rollouts=draft.replay_rollouts,
         token_fraction=draft.token_fraction,
         every=draft.every,

@@ -22,7 +22,6 @@ import torch
 from leadout.errors import ModelError, RefitError
 from leadout.interfaces import Draft, DraftProbs, Noise
 from leadout.models.decoder import FusedDecoder
-from leadout.models.kv import KVSlots
 from leadout.models.sampling import Law, ParamsBatch, filter_weights, tempered_weights
 from leadout.records import Request, SamplingParams
 
@@ -66,7 +65,7 @@ class SmallModelDrafter:
         `temperature` is relative to each row's own; `greedy` proposes argmax drafts as point masses.
         """
         self.decoder = decoder
-        self._kv = KVSlots(decoder.spec, num_slots, decoder.max_len, decoder.dtype, decoder.device)
+        self._kv = decoder.new_kv(num_slots)
         self._vocab_size = min(policy_vocab_size, decoder.spec.vocab_size)
         self._greedy = greedy
         self._temperature = temperature

@@ -91,6 +91,12 @@ class FusedDecoder:
         self._native = native_decoder(spec, max_len) if eligible else None
         self._positions_P = torch.arange(max_len + 1, device=self.device)
 
+    def new_kv(self, num_slots: int, max_len: int | None = None) -> KVSlots:
+        """A cache for this decoder: rows of up to `max_len` tokens, by default as many as it can run."""
+        return KVSlots(
+            self.spec, num_slots, max_len or self.max_len, self.dtype, self.device, compact=not self.is_native
+        )
+
     @property
     def is_native(self) -> bool:
         """Whether the native kernels run this decoder."""

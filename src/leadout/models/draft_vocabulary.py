@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from leadout.models.decoder import FusedDecoder
-from leadout.models.kv import KVSlots
 
 
 @torch.inference_mode()
@@ -38,7 +37,7 @@ def rank_vocabulary(
     generator = torch.Generator().manual_seed(seed)
     longest = max(len(prompt) for prompt in prompts)
     steps = min(num_tokens, decoder.max_len - longest)
-    kv = KVSlots(decoder.spec, len(prompts), decoder.max_len, decoder.dtype, decoder.device)
+    kv = decoder.new_kv(len(prompts))
     slots = kv.allocate(len(prompts))
     counts_B = np.array([len(prompt) for prompt in prompts], np.int64)
     tokens_BP = np.zeros((len(prompts), longest), np.int64)

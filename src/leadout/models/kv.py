@@ -1,8 +1,8 @@
-"""The key-value cache of the generating decoder: slots with stable ids, rows kept compact.
+"""The key-value cache of the generating decoder: slots with stable ids, rows kept compact where that helps.
 
-Callers hold slot ids from `allocate` to `release`. Inside, live slots occupy physical rows 0..n-1: when one is released
-the last row moves into its place, so that attention over all live rows, in the order given by `order`, reads a plain
-view and copies nothing.
+Callers hold slot ids from `allocate` to `release`. For PyTorch's attention live slots occupy physical rows 0..n-1: when
+one is released the last row moves into its place, so that attention over all live rows, in the order given by `order`,
+reads a plain view and copies nothing. Native attention finds every row by its address, and nothing moves.
 
 Axes: B slots of one call, K key-value heads, L positions, D head dimension, M = 2K (keys, then values).
 """
@@ -28,15 +28,25 @@ class KVSlots:
     """
 
     def __init__(
-        self, spec: DecoderSpec, num_slots: int, max_len: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        spec: DecoderSpec,
+        num_slots: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        compact: bool = True,
     ) -> None:
+        """`compact` False leaves rows where they are when others are released; `FusedDecoder.new_kv` knows."""
         self.max_len = max_len
         self.num_slots = num_slots
         self.lengths: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         """Tokens held by each slot, by slot id."""
         self._num_kv_heads = spec.num_kv_heads
         self._row_of: npt.NDArray[np.int64] = np.full(num_slots, _FREE, np.int64)
+        self._compact = compact
         self._slot_at: list[int] = []
+        """Live slots; in the order of their rows where those are kept compact."""
         # Zeros, not empty: masked positions are multiplied by weight 0, and 0 times NaN is NaN.
         self._shape = (num_slots, 2 * spec.num_kv_heads, max_len + 1, spec.head_dim)
         self._num_layers = spec.num_layers
@@ -86,23 +96,31 @@ class KVSlots:
             raise CapacityError(f"expected at most {self.num_free} new rows, got {num}; raise max_num_seqs")
         slots = [int(slot) for slot in np.flatnonzero(self._row_of == _FREE)[:num]]
         for slot in slots:
-            self._row_of[slot] = len(self._slot_at)
+            self._row_of[slot] = len(self._slot_at) if self._compact else slot
             self._slot_at.append(slot)
             self.lengths[slot] = 0
         return slots
 
     def release(self, slots: Sequence[int]) -> None:
-        """Give slots back; the last live row moves into each hole."""
+        """Give slots back; where rows are kept compact the last live one moves into each hole."""
         for slot in slots:
             hole = int(self._row_of[slot])
             assert hole != _FREE, f"slot {slot} is not allocated"
-            mover = self._slot_at.pop()
-            if mover != slot:
-                self._copy_rows(int(self._row_of[mover]), slice(hole, hole + 1), int(self.lengths[mover]))
-                self._row_of[mover] = hole
-                self._slot_at[hole] = mover
+            if self._compact:
+                self._fill(hole)
+            else:
+                self._slot_at.remove(slot)
             self._row_of[slot] = _FREE
             self.lengths[slot] = 0
+
+    def _fill(self, hole: int) -> None:
+        """Move the last live row into a hole."""
+        mover = self._slot_at.pop()
+        last = int(self._row_of[mover])
+        if last != hole:
+            self._copy_rows(last, slice(hole, hole + 1), int(self.lengths[mover]))
+            self._row_of[mover] = hole
+            self._slot_at[hole] = mover
 
     def advance(self, slots: Sequence[int], counts_B: npt.NDArray[np.int64]) -> None:
         """Count tokens whose keys and values were written."""
@@ -128,7 +146,7 @@ class KVSlots:
         self.lengths[list(target_slots)] = length
 
     def order(self, slots: Sequence[int]) -> list[int]:
-        """The same slots in physical order; all live slots in this order are read without a copy."""
+        """The same slots in physical order; where rows are compact, all live slots are read so without a copy."""
         return sorted(slots, key=lambda slot: int(self._row_of[slot]))
 
     def rows(self, slots: Sequence[int]) -> slice | torch.Tensor:
