@@ -32,6 +32,8 @@ class Bench:
     options: Options
     store: Store
     console: Console
+    epochs: dict[tuple[str, str], object] = field(default_factory=dict)
+    """What `history` remembers of the epoch before, by workload and policy."""
     _machine: tuple[str, BenchMachine] | None = None
     _prompts: dict[str, tuple[Prompt, ...]] = field(default_factory=dict)
 

@@ -34,7 +34,8 @@ from leadout.models.loading import resolve
 from leadout.pipeline.generate import generate
 from leadout.pipeline.requests import make_requests
 from leadout.pipeline.rollout_metrics import committed_per_round, speculation_metrics
-from leadout.records import Rollout
+from leadout.records import Rollout, SamplingParams
+from leadout.rollout.engine import NativeGenerator
 
 _GENERATIONS = 4
 """Rollouts of each prompt while drafters are trained, and in the epoch that history looks back on."""
@@ -100,27 +101,48 @@ def training_data(bench: Bench, drafter: Drafter, count: int) -> dict[str, Datas
 
 def measure_acceptance(bench: Bench, cell: Cell) -> Acceptance:
     """Rollouts of the workload's prompts at temperature 1; history has seen an epoch of the same prompts before."""
-    drafter, options = cell.drafter, bench.options
+    drafter = cell.drafter
     assert drafter is not None, "a drafter is measured"
-    machine, folder = bench.machine(cell.policy), bench.folder(drafter)
+    speculation = SpeculativeConfig(
+        method=drafter.method,
+        model=bench.folder(drafter),
+        num_speculative_tokens=cell.length,
+        draft_sample_method="greedy" if cell.greedy else "probabilistic",
+    )
+    generator, params = _engine(bench, cell, speculation)
+    if speculation.looks_back:
+        state = generator.state_dict()
+        own, before = state["history"], _epoch_before(bench, cell)
+        assert isinstance(own, dict), "a drafter that looks back remembers"
+        remembered = {**own, "history": before} if "history" in own else before
+        generator.load_state_dict({**state, "history": remembered})
+    return accepted(generate(generator, make_requests(bench.prompts(cell.workload), params, 1)))
+
+
+def _engine(bench: Bench, cell: Cell, speculation: SpeculativeConfig) -> tuple[NativeGenerator, SamplingParams]:
+    """An engine that drafts so, and how the cell samples."""
+    options, machine = bench.options, bench.machine(cell.policy)
     section = RolloutSection(
         temperature=1.0,
         max_completion_length=options.completion_length,
         dtype=cast(Any, options.dtype),
-        speculative_config=SpeculativeConfig(
-            method=drafter.method,
-            model=folder,
-            num_speculative_tokens=cell.length,
-            draft_sample_method="greedy" if cell.greedy else "probabilistic",
-        ),
+        speculative_config=speculation,
     )
-    kind = section.speculative_config.draft_head if section.speculative_config is not None else None
-    head = None if kind is None else machine.head(folder, kind)
+    kind = speculation.draft_head
+    head = None if kind is None else machine.head(speculation.model, kind)
     generator = make_generator(machine.decoder, machine.codec, section, num_rows=options.rows, head=head)
-    prompts, params = bench.prompts(cell.workload), sampling_params(section, machine.codec, 0)
-    if drafter.method.startswith("history"):
+    return generator, sampling_params(section, machine.codec, 0)
+
+
+def _epoch_before(bench: Bench, cell: Cell) -> object:
+    """What `history` remembers of an epoch of the same prompts; generated once for all its cells."""
+    key = cell.workload, cell.policy
+    if key not in bench.epochs:
+        generator, params = _engine(bench, cell, SpeculativeConfig(method="history", num_speculative_tokens=1))
+        prompts = bench.prompts(cell.workload)
         generate(generator, make_requests(prompts, params, _GENERATIONS, first_draw=len(prompts)))
-    return accepted(generate(generator, make_requests(prompts, params, 1)))
+        bench.epochs[key] = generator.state_dict()["history"]
+    return bench.epochs[key]
 
 
 def accepted(rollouts: Sequence[Rollout]) -> Acceptance:
