@@ -95,6 +95,12 @@ def test_end_ids_are_the_tokenizers_and_those_of_the_generation_config(tmp_path:
     assert TextCodec.from_pretrained(tmp_path).eos_token_ids == (256, 7)
 
 
+def test_special_tokens_are_those_that_stand_for_no_text_and_the_ends(tmp_path: Path) -> None:
+    BYTES._tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 256]}))
+    assert TextCodec.from_pretrained(tmp_path).special_token_ids == (7, 256)
+
+
 def test_a_single_end_id_in_the_generation_config_is_taken(tmp_path: Path) -> None:
     BYTES._tokenizer.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))

@@ -236,6 +236,9 @@ class Draft(Section):
     learning_rate: float | None = Field(default=None, gt=0.0)
     """null: 1e-3 for a drafter that starts untrained, 1e-4 for one that was trained before."""
     warmup_steps: Count = 20
+    """Updates, not steps of the run."""
+    lr_scheduler_type: Literal["constant", "linear"] = "constant"
+    """`linear` falls to 5 % of the learning rate by the end of the run."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     passes: Positive = 1
     """Optimizer passes over each step's rollouts."""

@@ -13,6 +13,9 @@ LeadoutError (exit code 2)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class LeadoutError(Exception):
     """Base of all errors whose message alone should reach the user."""
@@ -34,6 +37,15 @@ class DataError(LeadoutError):
 
 class ModelError(LeadoutError):
     """A model or draft folder is missing, of another shape, or not supported."""
+
+
+@contextmanager
+def about(subject: object) -> Iterator[None]:
+    """Begin the message of a ModelError with what it is about: an option, a folder or a file."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{subject}: {error}") from error
 
 
 class CapacityError(LeadoutError):

@@ -196,6 +196,8 @@ class Rounds:
     """Drafts verified, i16[R]; 0 for a plain step."""
     accepted: ShortArray
     """Drafts accepted and committed, i16[R]; never counts tokens after the end of the rollout."""
+    looked_up: npt.NDArray[np.bool_] | None = None
+    """Rounds whose drafts were looked up where a model drafts in others, bool[R]; None: no such round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

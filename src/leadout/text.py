@@ -150,6 +150,11 @@ class TextCodec:
                 raise ConfigError(f"stop string {stop!r} mixes text with the special token {mixed}; name {mixed} alone")
         return StopWatch(self, [stop for stop in stops if stop not in special], by_id)
 
+    @property
+    def special_token_ids(self) -> tuple[int, ...]:
+        """Tokens that stand for no text, in rising order: turns, ends, padding."""
+        return tuple(sorted({*self._special_tokens().values(), *self.eos_token_ids}))
+
     def _special_tokens(self) -> dict[str, int]:
         pairs = zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True)
         return {str(token): int(token_id) for token, token_id in pairs}

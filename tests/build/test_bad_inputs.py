@@ -46,7 +46,10 @@ def refused(monkeypatch, capsys, tmp_path):
         ("data.max_prompt_length=5", ["5", "data.overlong"]),
         ("rollout.max_model_len=8", ["data.overlong"]),
         ("rollout.max_model_len=100000", ["128", "100000"]),
-        ("rollout.speculative_config.model=gone", ["speculative_config.model", "gone"]),
+        *(
+            (f"rollout.speculative_config={{method: {method}, model: gone}}", ["speculative_config.model: ", "gone"])
+            for method in ("eagle3", "parallel", "small_model", "history+eagle3", "history+small_model")
+        ),
         ("rollout.speculative_config={method: ngram, prompt_lookup_min: 4}", ["prompt_lookup_min", "4"]),
         ("draft.vocab_size=9999", ["draft.vocab_size", "257", "9999"]),
         ("draft.layer_ids=[1, 2, 9]", ["draft.layer_ids", "9"]),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -65,6 +66,12 @@ def train(plan: DraftPlan, out: Path) -> tuple[dict[str, float], str]:
     return train_draft(plan, out, Console(file=screen, width=200)), screen.getvalue()
 
 
+def last(folder: Path) -> Path:
+    """Where training stood: there is one such folder."""
+    (found,) = folder.glob("last-*")
+    return found
+
+
 def rows_of(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -122,7 +129,7 @@ def test_other_drafters_learn_resume_and_fit_their_policy(plan, tmp_path, method
         train(plan, broken)
     monkeypatch.undo()
     train(plan, broken)
-    one, other = (load_file(folder / "last" / "model.safetensors") for folder in (whole, broken))
+    one, other = (load_file(last(folder) / "model.safetensors") for folder in (whole, broken))
     assert one.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
@@ -191,13 +198,55 @@ def test_an_interrupted_training_ends_in_the_same_head(plan, trained, tmp_path, 
         train(plan, tmp_path / "head")
     monkeypatch.undo()
     train(plan, tmp_path / "head")
-    one, other = (read_eagle3(folder / "last").state_dict() for folder in (whole, tmp_path / "head"))
+    one, other = (read_eagle3(last(folder)).state_dict() for folder in (whole, tmp_path / "head"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
     def figures(folder: Path) -> list[dict[str, float]]:
         return [{k: v for k, v in r.items() if not k.startswith(("seconds", "speedup"))} for r in rows_of(folder)]
 
     assert figures(whole) == figures(tmp_path / "head")
+
+
+def test_a_training_killed_while_it_saves_goes_on_from_the_state_before(plan, trained, tmp_path, monkeypatch):
+    saved = torch.save
+    calls = []
+
+    def killed_at_the_third(state, path):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        saved(state, path)
+
+    monkeypatch.setattr(torch, "save", killed_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        train(plan, tmp_path / "head")
+    monkeypatch.undo()
+    train(plan, tmp_path / "head")
+    one, other = (read_eagle3(last(folder)).state_dict() for folder in (trained[0], tmp_path / "head"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("plan.json", "{", "expected JSON"),
+        ("plan.json", "[]", "settings of a training"),
+        ("state.pt", "", "whole file"),
+    ],
+)
+def test_a_damaged_file_of_a_training_is_named(plan, trained, tmp_path, file, text, words):
+    out = tmp_path / "head"
+    shutil.copytree(trained[0], out)
+    (out / file).write_text(text)
+    with pytest.raises(CheckpointError, match=words) as raised:
+        train(plan, out)
+    assert str(raised.value).startswith(str(out / file))
+
+
+@pytest.mark.parametrize("own", [Draft(vocab_size=64), Draft(layer_ids=(1, 2, 3))])
+def test_a_head_to_go_on_from_keeps_its_own_shape(own):
+    with pytest.raises(ConfigError, match="--start: head has a vocabulary and layers of its own"):
+        DraftPlan(model="policy", data={}, init=Path("head"), draft=own)
 
 
 def test_a_finished_training_is_not_repeated(trained, plan):

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,7 @@ from leadout.errors import CapacityError, LeadoutError, ModelError
 from leadout.models.cut_layers import write_cut_model
 from leadout.models.head_io import write_head
 from leadout.models.kv import KVSlots
-from leadout.models.loading import iter_weights, read_config
+from leadout.models.loading import iter_weights, read_config, read_spec
 from leadout.models.spec import DecoderSpec
 from leadout.pipeline.generate import generate
 from leadout.pipeline.requests import make_requests
@@ -83,6 +86,26 @@ def test_greedy_drafts_leave_the_tokens_of_plain_decoding(folder, method):
     chosen = {"method": method, "num_speculative_tokens": 3, "draft_sample_method": "greedy"}
     rollouts = generate(engine(folder, **chosen, **model_of(method, folder)), requests())
     assert [r.token_ids.tolist() for r in rollouts] == [r.token_ids.tolist() for r in plain]
+
+
+@pytest.mark.parametrize("method", ["small_model", "history+small_model"])
+def test_rows_outgrow_the_context_of_a_small_model_with_the_tokens_of_plain_decoding(folder, tmp_path, method):
+    short = tmp_path / "short"
+    shutil.copytree(folder / "small", short)
+    config = read_config(short) | {"max_position_embeddings": 24}
+    (short / "config.json").write_text(json.dumps(config))
+    chosen = {"method": method, "num_speculative_tokens": 3, "draft_sample_method": "greedy"}
+    rollouts = generate(engine(folder, **chosen, model=str(short)), requests())
+    plain = generate(engine(folder), requests())
+    assert [r.token_ids.tolist() for r in rollouts] == [r.token_ids.tolist() for r in plain]
+    longer = [rollout for rollout in rollouts if len(rollout.prompt.token_ids) + rollout.length > 24]
+    assert len(longer) > 8
+    assert all(rollout.rounds.drafted.sum() > 0 for rollout in longer)
+    if method == "small_model":
+        for rollout in longer:
+            before_R = len(rollout.prompt.token_ids) + np.cumsum([1, *(rollout.rounds.accepted[:-1] + 1)])
+            assert rollout.rounds.drafted[before_R <= 24].all()
+            assert not rollout.rounds.drafted[before_R > 24].any()
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle3", "small_model", "history+small_model"])
@@ -190,6 +213,24 @@ def test_the_info_of_a_missing_tensor_names_it(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "eagle3" / "config.json").read_text())
     with pytest.raises(ModelError, match="missing d2t, t2d"):
         draft_info(str(tmp_path))
+
+
+def test_a_head_that_rotates_otherwise_is_taken_with_a_warning(folder, tmp_path, caplog):
+    weights, rope = dict(iter_weights(folder / "policy")), read_spec(folder / "policy").rope
+    load_head(folder / "eagle3", weights, "eagle3", rope=rope)
+    assert not caplog.messages
+    load_head(folder / "eagle3", weights, "eagle3", rope=replace(rope, theta=5e5))
+    (message,) = caplog.messages
+    assert message.startswith(f"{folder / 'eagle3'} rotates by {rope.text}, the policy by default theta=500000.0")
+
+
+def test_the_info_names_a_rotation_that_differs_in_one_factor(folder, tmp_path):
+    scaled = model_folder(tmp_path / "scaled")
+    config = json.loads((scaled / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (scaled / "config.json").write_text(json.dumps(config | {"rope_theta": 12345.0}))
+    with pytest.raises(ModelError, match="expected the policy's rope"):
+        draft_info(str(folder / "eagle3"), str(scaled))
 
 
 def test_the_info_of_no_folder_says_so():

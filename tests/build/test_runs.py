@@ -128,18 +128,6 @@ def test_every_drafter_that_learns_is_refitted_each_step(tmp_path, model, small,
     assert rows[-1]["draft/loss"] < rows[0]["draft/loss"]
 
 
-def test_a_head_that_was_trained_before_takes_fewer_and_smaller_steps_than_a_new_one(tmp_path, model):
-    unset = {"draft__learning_rate": None, "draft__micro_rollouts": None, "pipeline__max_steps": 2}
-    new, _ = train(recipe(tmp_path, model, name="new", **unset))
-    head = new / "checkpoints" / "step_000002" / "learner" / "draft"
-    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
-    given, _ = train(
-        recipe(tmp_path, model, name="given", rollout__speculative_config=speculation, draft__vocab_size=None, **unset)
-    )
-    rates = [[row["draft/learning_rate"] for row in read_rows(run / "metrics.jsonl")] for run in (new, given)]
-    assert rates == [[1e-3, 1e-3], [1e-4, 1e-4]]
-
-
 @pytest.mark.parametrize("method", ["parallel", "mtp", "small_model"])
 def test_the_policys_update_does_not_depend_on_any_drafters_learning(tmp_path, model, small, method):
     policies = []

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -121,6 +122,23 @@ def test_a_trace_of_a_mixed_rollout_is_over_the_whole_vocabulary():
         kinds |= set((trace.probs_DV.max(-1) == 1.0).tolist())
         assert not trace.probs_DV[trace.probs_DV.max(-1) < 1.0][:, [1, 4]].any()
     assert kinds == {True, False}
+
+
+def test_rounds_say_which_drafts_were_looked_up_and_go_on_saying_it():
+    table, drafter = markov_table(), combined(TableDrafter(model_table(), SLOTS))
+    engine, _ = make_engine(table, num_slots=SLOTS, drafter=drafter, draft_length=3)
+    rollouts = list(generate(engine, make_requests(4, 4, max_new_tokens=24, trace=True)).values())
+    for rollout in rollouts:
+        rounds, trace = rollout.rounds, rollout.trace
+        assert trace is not None and trace.probs_DV is not None and rounds.looked_up is not None
+        drafted_D = rounds.looked_up[trace.round_D]
+        assert (drafted_D == (trace.probs_DV.max(-1) == 1.0)).all()
+    first = rollouts[0]
+    (request,) = make_requests(1, max_new_tokens=36)
+    more = replace(request, rollout_id=first.request_id, prompt=first.prompt, given=replace(first, trace=None))
+    longer = generate(engine, [more])[first.request_id].rounds
+    count = len(first.rounds.drafted)
+    assert (longer.looked_up[:count] == first.rounds.looked_up).all()
 
 
 def test_measurements_and_history_survive_a_resume():

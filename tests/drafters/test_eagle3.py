@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -259,10 +260,12 @@ def test_steps_noted_while_off_reach_the_rows_they_belong_to_when_a_slot_is_used
     check(drafter, head, [0, 1], [newcomer, rows[1]], [3, 3])
 
 
-def test_drafts_run_past_the_context_of_the_drafts_own_config():
-    head = tiny_head(dtype=torch.float64, max_position_embeddings=8)
+@pytest.mark.parametrize("kind", ["reduced", "parallel", "multi-token"])
+def test_drafts_run_past_the_context_of_the_drafts_own_config(kind):
+    head = HEADS[kind]()
+    head.spec = dataclasses.replace(head.spec, max_position_embeddings=8)
     drafter = drafter_of(head, max_len=64)
-    row = Policy(list(range(30)) + list(range(20)))
+    row = Policy(list(range(30)) + list(range(20)), width=head.spec.fused_size)
     admit(drafter, [0], row)
     first(drafter, [0], [row], [4])
     check(drafter, head, [0], [row], [8])

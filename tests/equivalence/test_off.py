@@ -24,15 +24,15 @@ from tests.equivalence.tiny_engines import (
     with_history,
 )
 
-NAMES = ["ngram", "history", "eagle3", "mtp", "small", "history+eagle3"]
+NAMES = ["ngram", "history", "eagle3", "parallel", "mtp", "small", "history+eagle3", "history+small"]
 
 
 def make_drafter(name, llama, fused):
-    if name == "history+eagle3":
-        return with_history(make_drafter("eagle3", llama, fused), 16)
+    if name.startswith("history+"):
+        return with_history(make_drafter(name.removeprefix("history+"), llama, fused), 16)
     if name == "small":
         return small_drafter(llama, 16)
-    if name in ("eagle3", "mtp"):
+    if name in ("eagle3", "parallel", "mtp"):
         return eagle3_drafter(eagle3_head(llama, kind=name), fused, 16)
     return {"ngram": ngram_drafter, "history": history_drafter}[name](16)
 
@@ -111,7 +111,7 @@ def test_while_off_the_policy_runs_as_often_as_without_a_drafter_and_the_drafter
 
 
 @pytest.mark.parametrize("off", OFF)
-@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["eagle3", "parallel", "mtp"])
 def test_while_off_a_head_is_never_run(llama, fused, name, off):
     drafter = eagle3_drafter(eagle3_head(llama, kind=name), fused, 16)
     entries = []

@@ -11,7 +11,7 @@ from leadout.models.loading import load_policy
 from tests.models.tiny import policy
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_biases_tied"])
+@pytest.mark.parametrize("name", ["llama_tied", "llama_llama3", "llama_yarn", "qwen2", "qwen3_biases_tied"])
 def test_a_cut_model_computes_the_named_layers_of_the_policy(name, tmp_path):
     model = policy(name, torch.float32)
     model.save_pretrained(tmp_path / "policy")

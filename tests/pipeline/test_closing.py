@@ -5,8 +5,17 @@ import pytest
 from rich.console import Console
 
 from leadout.clock import SimulatedClock
-from leadout.pipeline.closing import Case, close_run, compare, mean_stage_seconds, pick_rows, step_speedup
-from leadout.pipeline.closing_table import print_closing
+from leadout.pipeline.closing import (
+    Case,
+    Closing,
+    close_run,
+    compare,
+    mean_drafter_seconds,
+    mean_stage_seconds,
+    pick_rows,
+    step_speedup,
+)
+from leadout.pipeline.closing_table import print_closing, stage_table
 from leadout.pipeline.requests import make_requests
 from leadout.records import Stage
 from tests.fakes import FakeGenerator, make_params, make_prompt
@@ -42,6 +51,15 @@ def test_mean_seconds_are_over_all_rows():
     rows = [{"seconds/rollout": 1.0, "seconds/train": 2.0}, {"seconds/rollout": 3.0, "seconds/train": 2.0}]
     assert mean_stage_seconds(rows) == seconds(rollout=2.0, train=2.0)
     assert sum(mean_stage_seconds([]).values()) == 0.0
+
+
+def test_what_the_drafter_takes_of_the_train_stage_stands_below_the_stages():
+    rows = [{"seconds/train": 4.0, "seconds/drafter": 1.0}, {"seconds/train": 4.0, "seconds/drafter": 2.0}]
+    assert (mean_drafter_seconds(rows), mean_drafter_seconds([])) == (1.5, 0.0)
+    closing = Closing(steps=2, stage_seconds=seconds(rollout=2.0), comparisons=(), drafter_seconds=1.5)
+    table = stage_table(closing)
+    assert list(table.columns[0].cells)[-2:] == ["of it for the drafter", "step"]
+    assert list(table.columns[2].cells)[-2:] == ["25.0%", "100.0%"]
 
 
 def test_few_rows_are_spread_over_prompts_and_change_with_the_repetition():

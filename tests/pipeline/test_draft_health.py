@@ -59,11 +59,12 @@ def test_a_drafter_that_is_never_refitted_is_named_with_its_age():
     [
         rows(2),
         rows(drafted=60.0),
+        rows(199, drafted=1.0),
         rows(accepted=9.0),
         rows(version=3),
         [{k: v for k, v in each.items() if "age" not in k} for each in rows()],
     ],
-    ids=["two steps", "few drafts", "some accepted", "a young drafter", "looked-up drafts"],
+    ids=["two steps", "few drafts", "few in many steps", "some accepted", "a young drafter", "looked-up drafts"],
 )
 def test_nothing_is_said_of(quiet):
     assert alarm(quiet) is None
@@ -72,6 +73,22 @@ def test_nothing_is_said_of(quiet):
 def test_only_the_last_three_steps_count():
     assert alarm([*rows(accepted=100.0), *rows()]) is not None
     assert alarm([*rows(), *rows(accepted=100.0)]) is None
+
+
+def test_few_drafts_a_step_are_counted_over_more_steps():
+    assert "0 of the last 204 drafts were accepted" in alarm(rows(30, drafted=12.0))
+
+
+def test_drafts_of_long_ago_do_not_outweigh_two_hundred_new_ones():
+    before = [row(step, accepted=150.0, version=step) for step in range(20)]
+    assert "0 of the last 204 drafts" in alarm([*before, *rows(17, drafted=12.0)])
+    assert alarm([*rows(20), *rows(17, drafted=12.0, accepted=1.0)]) is None
+
+
+def test_looked_up_drafts_do_not_hide_a_dead_model():
+    looked_up = {"spec/num_looked_up_tokens": 100.0, "spec/num_accepted_looked_up_tokens": 60.0}
+    mixed = [each | looked_up for each in rows(drafted=400.0, accepted=60.0)]
+    assert "0 of the last 900 drafts were accepted" in alarm(mixed)
 
 
 def report(each) -> StepReport:

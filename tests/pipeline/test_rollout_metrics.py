@@ -1,5 +1,7 @@
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from leadout.pipeline.rollout_metrics import (
@@ -175,6 +177,15 @@ def test_acceptance_by_age_pools_versions_by_powers_of_two():
         "spec/acceptance_rate_age_2": 1 / 8,
         "spec/acceptance_rate_age_4": 1 / 4,
     }
+
+
+def test_looked_up_drafts_are_counted_apart_and_have_no_age():
+    rollout = make_rollout(tokens=(5, 6, 7, 8, 9, EOS), drafted=(2, 2, 1), accepted=(2, 0, 0), version=4)
+    rounds = replace(rollout.rounds, looked_up=np.array([True, False, False]))
+    metrics = speculation_metrics([replace(rollout, rounds=rounds)])
+    assert (metrics["spec/num_looked_up_tokens"], metrics["spec/num_accepted_looked_up_tokens"]) == (2.0, 2.0)
+    assert (metrics["spec/num_draft_tokens"], metrics["spec/num_accepted_tokens"]) == (5.0, 2.0)
+    assert acceptance_by_age([replace(rollout, rounds=rounds)], learnt_version=4) == {"spec/acceptance_rate_age_0": 0.0}
 
 
 def test_rollouts_without_drafts_have_no_age():

@@ -229,6 +229,7 @@ class LateStop(GeneratorAround):
         rounds = 0 if last == 0 else int(np.searchsorted(after_R, last + 1)) + 1
         length = 1 if rounds == 0 else min(int(after_R[rounds - 1]), rollout.length)
         (span,) = rollout.spans
+        made, looked_up = rollout.rounds, rollout.rounds.looked_up
         trace = None if rollout.trace is None else rollout.trace.take(rollout.trace.round_D < rounds)
         return replace(
             rollout,
@@ -236,7 +237,11 @@ class LateStop(GeneratorAround):
             logprobs=rollout.logprobs[:length],
             policy_logprobs=rollout.policy_logprobs[:length],
             spans=(replace(span, length=length),),
-            rounds=Rounds(drafted=rollout.rounds.drafted[:rounds], accepted=rollout.rounds.accepted[:rounds]),
+            rounds=Rounds(
+                drafted=made.drafted[:rounds],
+                accepted=made.accepted[:rounds],
+                looked_up=None if looked_up is None else looked_up[:rounds],
+            ),
             finish=Finish.EOS,
             stop=int(rollout.token_ids[last]),
             trace=trace,

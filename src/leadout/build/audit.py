@@ -33,9 +33,8 @@ from leadout.interfaces import Drafter, Generator
 from leadout.logprob.policy_forward import ForwardSettings, PackedForward
 from leadout.models.decoder import FusedDecoder
 from leadout.models.kv import KVSlots
-from leadout.models.loading import load_policy, read_config, resolve
+from leadout.models.loading import load_policy, read_spec, resolve
 from leadout.models.mtp_io import has_mtp
-from leadout.models.spec import DecoderSpec
 from leadout.records import (
     Group,
     Prompt,
@@ -80,7 +79,7 @@ def audit(options: AuditOptions, *, progress: Progress | None = None) -> Verdict
     prepare_process(0)
     path = resolve(options.model)
     _check_drafter(options)
-    spec = DecoderSpec.from_config(read_config(path))
+    spec = read_spec(path)
     codec = TextCodec.from_pretrained(path)
     params = replace(options.params, stop_token_ids=codec.eos_token_ids)
     requests = audit_requests(_prompts(options.prompts, codec), params, tokens=options.tokens)
@@ -170,7 +169,8 @@ def _drafter(
     )
     head = None
     if speculation.draft_head is not None:
-        head = load_head(options.draft or resolve(options.model), weights, speculation.draft_head)
+        folder = options.draft or resolve(options.model)
+        head = load_head(folder, weights, speculation.draft_head, rope=decoder.spec.rope, option="--draft")
     return make_drafter(speculation, decoder, head, codec, num_slots=_SLOTS)
 
 

@@ -27,8 +27,7 @@ from leadout.build.bench_machine import BenchMachine, DrafterChoice, check_draft
 from leadout.config import BenchMethod
 from leadout.draft_length.controller import FixedLength
 from leadout.errors import ConfigError
-from leadout.models.loading import read_config, resolve
-from leadout.models.spec import DecoderSpec
+from leadout.models.loading import read_spec, resolve
 from leadout.records import Prompt
 from leadout.sim.profile import Limits, Linear, PartTime, Profile, RoundGrid
 
@@ -124,7 +123,7 @@ def calibrate(
 
 def _far(options: BenchOptions) -> int:
     """Tokens of the longer prompts."""
-    context = DecoderSpec.from_config(read_config(resolve(options.model))).max_position_embeddings
+    context = read_spec(resolve(options.model)).max_position_embeddings
     far = min(max(FAR, 2 * options.context), context - ROOM)
     if far <= options.context:
         raise ConfigError(

@@ -28,8 +28,7 @@ from leadout.errors import CapacityError, ConfigError, ModelError
 from leadout.interfaces import Drafter
 from leadout.models.draft_head import DraftHead
 from leadout.models.kv import KVSlots
-from leadout.models.loading import iter_weights, read_config, resolve
-from leadout.models.spec import DecoderSpec
+from leadout.models.loading import iter_weights, read_spec, resolve
 from leadout.records import IntArray, Prompt, RefitReport, WeightUpdate
 from leadout.rollout.accept import AcceptRule, verify
 from leadout.rollout.engine import NativeGenerator
@@ -66,7 +65,7 @@ class BenchMachine:
         self.threads = threads or len(os.sched_getaffinity(0))
         prepare_process(self.threads)
         self.path: Path = resolve(model)
-        self.spec = DecoderSpec.from_config(read_config(self.path))
+        self.spec = read_spec(self.path)
         if max_len > self.spec.max_position_embeddings:
             raise ConfigError(
                 f"--context and --new-tokens: expected at most {self.spec.max_position_embeddings} tokens in a row, "
@@ -103,7 +102,9 @@ class BenchMachine:
         key = method, folder
         if key not in self._heads:
             self._heads[key] = (
-                self._untrained_head(method) if folder is None else load_head(folder, self.weights, method)
+                self._untrained_head(method)
+                if folder is None
+                else load_head(folder, self.weights, method, rope=self.spec.rope, option="--draft")
             )
         return self._heads[key]
 

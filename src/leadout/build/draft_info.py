@@ -7,13 +7,12 @@ from pathlib import Path
 import torch
 
 from leadout.build.drafter import count_layers
-from leadout.errors import ModelError
+from leadout.errors import ModelError, about
 from leadout.models.draft_head import DraftHead
 from leadout.models.eagle3 import Eagle3Head
 from leadout.models.head_io import is_head, read_head
-from leadout.models.loading import iter_weights, read_config, resolve
+from leadout.models.loading import iter_weights, read_spec, resolve
 from leadout.models.rope import RopeSpec
-from leadout.models.spec import DecoderSpec
 from leadout.models.weights import check_tensors
 from leadout.text import TextCodec
 
@@ -39,8 +38,7 @@ def _head_info(path: Path, policy: Path | None) -> dict[str, str]:
     head = read_head(path, policy=weights, num_layers=None if weights is None else count_layers(weights))
     spec = head.spec
     if policy is not None:
-        target = DecoderSpec.from_config(read_config(policy))
-        _check_rope(path, spec.rope, target.rope)
+        _check_rope(path, spec.rope, read_spec(policy).rope)
     return {
         "kind": f"{_KINDS[head.method]} (method {head.method})",
         "layers": f"states entering {', '.join(map(str, spec.layer_ids))}",
@@ -56,7 +54,7 @@ def _head_info(path: Path, policy: Path | None) -> dict[str, str]:
 
 
 def _check_rope(path: Path, own: RopeSpec, policy: RopeSpec) -> None:
-    if own.theta != policy.theta or own.rope_type != policy.rope_type:
+    if own.text != policy.text:
         raise ModelError(
             f"{path}: expected the policy's rope ({policy.text}), got {own.text}; "
             "correct rope_theta and rope_scaling in its config.json, or train it again"
@@ -67,9 +65,10 @@ def _details(head: DraftHead) -> dict[str, str]:
     if not isinstance(head, Eagle3Head):
         return {"drafts": "from the layer used again, by the policy's output matrix"}
     spec = head.spec
-    norms = [n for n, on in (("fc_norm", spec.fc_norm), ("norm_before_fc", spec.norm_before_fc)) if on]
+    norms = [name for name in ("fc_norm", "norm_before_fc", "norm_before_residual") if getattr(spec, name)]
     drafts = "one after another" if spec.mask_token_id is None else "all in one pass"
-    return {"norms": ", ".join(norms) or "none before fc", "drafts": drafts}
+    output = "a copy of the policy's, its file has no lm_head.weight" if head.borrows_output else "its own"
+    return {"norms": ", ".join(norms) or "none before fc", "output matrix": output, "drafts": drafts}
 
 
 def _vocabulary(head: DraftHead) -> str:
@@ -80,9 +79,9 @@ def _vocabulary(head: DraftHead) -> str:
 
 
 def _model_info(path: Path, policy: Path | None) -> dict[str, str]:
-    spec = DecoderSpec.from_config(read_config(path))
-    tensors = dict(iter_weights(path))
-    check_tensors(spec, tensors)
+    spec, tensors = read_spec(path), dict(iter_weights(path))
+    with about(path):
+        check_tensors(spec, tensors)
     fits = "not compared (--model)"
     if policy is not None:
         difference = TextCodec.from_pretrained(policy).difference(TextCodec.from_pretrained(path))

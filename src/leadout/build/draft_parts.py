@@ -21,7 +21,7 @@ from leadout.errors import ConfigError
 from leadout.logprob.policy_forward import ForwardSettings, PackedForward
 from leadout.models.decoder import FusedDecoder
 from leadout.models.draft_head import DraftHead
-from leadout.models.loading import read_config
+from leadout.models.loading import read_spec
 from leadout.models.mtp_io import has_mtp
 from leadout.models.spec import DecoderSpec
 from leadout.records import Prompt, SamplingParams
@@ -51,7 +51,7 @@ class TrainingParts:
 
 def build_parts(plan: DraftPlan, path: Path, last: Path | None) -> TrainingParts:
     """Policy, engine, prompts and drafter; that comes from `last`, from the plan's `init`, the policy, or is new."""
-    spec = DecoderSpec.from_config(read_config(path))
+    spec = read_spec(path)
     codec = TextCodec.from_pretrained(path)
     prompts, held_out = _prompts(plan, spec, codec)
     section = RolloutSection(
@@ -104,7 +104,8 @@ def _start_head(
     own = path if plan.method == "mtp" and has_mtp(path) else None
     folder = last or plan.init or own
     if folder is not None:
-        return load_head(folder, weights, plan.method)
+        option = "--out" if last else "--start" if plan.init else "--model"
+        return load_head(folder, weights, plan.method, rope=decoder.spec.rope, option=option)
     return new_head(
         plan.draft,
         decoder,
@@ -112,7 +113,7 @@ def _start_head(
         spread_prompts(prompts, _RANKED_PROMPTS),
         seed=plan.seed,
         temperature=plan.temperature,
-        keep=codec.eos_token_ids,
+        keep=codec.special_token_ids,
         method=plan.method,
     )
 

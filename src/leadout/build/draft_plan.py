@@ -65,6 +65,14 @@ class DraftPlan:
                 not whole_vocabulary or self.draft.vocab_size is None,
                 f"--vocab-size: --method {self.method} drafts from its whole vocabulary; leave one of them out",
             ),
+            (
+                not whole_vocabulary or self.draft.layer_ids is None,
+                f"--layer-ids: --method {self.method} does not read inner layers; leave one of them out",
+            ),
+            (
+                self.init is None or (self.draft.vocab_size is None and self.draft.layer_ids is None),
+                f"--start: {self.init} has a vocabulary and layers of its own; leave out --vocab-size and --layer-ids",
+            ),
         )
         for holds, message in checks:
             if not holds:

@@ -7,7 +7,7 @@ with the best expected acceptance length (not the lowest loss) is the result. Th
     config.json, model.safetensors   the best drafter so far
     README.md                        what it was made from and how often it is accepted
     metrics.jsonl                    a row per measurement
-    last/, state.pt                  where an interrupted training goes on; plan.json says with what settings
+    last-*/, state.pt                where an interrupted training goes on; plan.json says with what settings
     rollouts/                        kept token ids, held_out-*.npz never learnt from
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,6 +43,7 @@ from leadout.pipeline.folder import write_json, write_text
 from leadout.pipeline.generate import generate
 from leadout.pipeline.requests import make_requests
 from leadout.records import Group, Prompt, Request
+from leadout.storage import writing
 from leadout.train.cotrain import DraftTrainer
 from leadout.train.students import HeadStudent
 
@@ -58,33 +60,59 @@ def train_draft(plan: DraftPlan, out: Path, console: Console) -> dict[str, float
     prepare_process(0)
     path = resolve(plan.model, progress=console.print)
     fingerprint = plan.fingerprint(policy_hash(path))
-    going_on = _open(out, fingerprint)
-    parts = build_parts(plan, path, out / "last" if going_on else None)
+    state = _open(out, fingerprint)
+    parts = build_parts(plan, path, None if state is None else out / str(state["last"]))
     trainer = DraftTrainer(parts.student, draft_settings(plan), temperature=plan.temperature, seed=plan.seed)
     session = _Session(plan, parts, trainer, out, console, fingerprint)
-    if going_on:
-        session.restore()
+    if state is not None:
+        session.restore(state)
     for cost in parts.costs:
         console.print(f"batch {cost.rows}: a round of {plan.num_drafts} drafts costs {cost.round_cost:.2f} plain steps")
     return session.run()
 
 
-def _open(out: Path, fingerprint: Mapping[str, Any]) -> bool:
-    """Whether the folder holds the beginning of this very training; a new folder is made ready."""
+def _open(out: Path, fingerprint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Where this very training stands, if the folder holds its beginning; a new folder is made ready."""
     file = out / "plan.json"
     if file.is_file():
-        held = json.loads(file.read_text(encoding="utf-8"))
+        held = _read_plan(file)
         wrong = sorted(name for name in held.keys() | fingerprint.keys() if held.get(name) != fingerprint.get(name))
         if wrong:
             raise ConfigError(
                 f"{out} holds a training with other settings ({', '.join(wrong)}); repeat them or name another folder"
             )
-        return (out / "state.pt").is_file()
+        return _read_state(out / "state.pt") if (out / "state.pt").is_file() else None
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"expected a new or empty folder for the draft head, got {out}; name another one")
     out.mkdir(parents=True, exist_ok=True)
     write_json(file, dict(fingerprint))
-    return False
+    return None
+
+
+def _read_plan(file: Path) -> dict[str, Any]:
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: expected JSON, got {error}; start anew in another folder") from error
+    if not isinstance(held, dict):
+        raise CheckpointError(f"{file}: expected the settings of a training; start anew in another folder")
+    return held
+
+
+def _read_state(file: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{file}: expected a whole file, got {error}; start anew in another folder") from error
+    missing = sorted(_STATE - set(state)) if isinstance(state, dict) else sorted(_STATE)
+    if missing:
+        raise CheckpointError(f"{file}: expected {', '.join(missing)}, found none; start anew in another folder")
+    found: dict[str, Any] = state
+    return found
+
+
+_STATE = {"trainer", "done", "best", "seconds", "rows", "last"}
+"""What a state file holds."""
 
 
 class _Batch(NamedTuple):
@@ -114,14 +142,8 @@ class _Session:
         self._seconds = {"rollout": 0.0, "train": 0.0}
         self._best: dict[str, float] = {}
 
-    def restore(self) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from the last measurement; measurements after it are cut off."""
-        try:
-            state = torch.load(self._out / "state.pt", map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(
-                f"{self._out / 'state.pt'}: expected a whole file, got {error}; start anew in another folder"
-            ) from error
         self._trainer.load_state_dict(state["trainer"])
         self._done, self._best, self._seconds = state["done"], state["best"], state["seconds"]
         rows = (self._out / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
@@ -242,7 +264,9 @@ class _Session:
         write_speculators(student.head, self._out, embedding_PH, policy=self._plan.model, drafts=drafts)
 
     def _save(self) -> None:
-        self._trainer.student.save(self._out / "last")
+        """Where training stands; an interruption leaves the state before, with the drafter that belongs to it."""
+        last = f"last-{self._done:05d}"
+        self._trainer.student.save(self._out / last)
         rows = len((self._out / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
         state = {
             "trainer": self._trainer.state_dict(),
@@ -250,7 +274,12 @@ class _Session:
             "best": self._best,
             "seconds": self._seconds,
             "rows": rows,
+            "last": last,
         }
         temporary = self._out / ".state.pt.tmp"
-        torch.save(state, temporary)
+        with writing(self._out / "state.pt"):
+            torch.save(state, temporary)
         temporary.replace(self._out / "state.pt")
+        for folder in self._out.glob("last-*"):
+            if folder.name != last:
+                shutil.rmtree(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,46 +19,72 @@ from leadout.drafters.head_drafter import HeadDrafter
 from leadout.drafters.history import HistoryDrafter
 from leadout.drafters.ngram import NgramDrafter
 from leadout.drafters.small_model import SmallModelDrafter
-from leadout.errors import ConfigError, ModelError
+from leadout.errors import ConfigError, ModelError, about
 from leadout.interfaces import Drafter
 from leadout.models.decoder import FusedDecoder
 from leadout.models.draft_head import DraftHead, policy_shape
 from leadout.models.draft_vocabulary import rank_vocabulary
 from leadout.models.eagle3 import initial_head
 from leadout.models.eagle3_spec import Eagle3Spec
-from leadout.models.head_io import read_head
+from leadout.models.head_io import method_of, read_head
 from leadout.models.kv import KVSlots
-from leadout.models.loading import iter_weights, read_config, resolve
+from leadout.models.loading import iter_weights, read_spec, resolve
 from leadout.models.mtp import MtpSpec, initial_mtp_head
+from leadout.models.rope import RopeSpec
 from leadout.models.spec import DecoderSpec
 from leadout.records import Prompt
 from leadout.text import TextCodec
+
+logger = logging.getLogger(__name__)
 
 MAX_DRAFTS = 16
 """Largest draft length that the configuration allows."""
 
 
-def load_head(folder: str | Path, policy: Mapping[str, torch.Tensor], method: HeadMethod | None = None) -> DraftHead:
-    """A trained head for this policy. Raises ModelError naming the option when the folder is not one of its kind."""
+def load_head(
+    folder: str | Path,
+    policy: Mapping[str, torch.Tensor],
+    method: HeadMethod | None = None,
+    *,
+    rope: RopeSpec | None = None,
+    option: str = "speculative_config.model",
+) -> DraftHead:
+    """A trained head for this policy.
+
+    `option`: what names the folder. Raises ModelError naming it when the folder is not one of its kind; a head whose
+    rotation is not the policy's is taken with a warning.
+    """
     path = Path(folder)
     if not path.is_dir():
-        raise ModelError(
-            f"speculative_config.model: expected the folder of a draft head, got {path}, which is not there"
-        )
+        raise ModelError(f"{option}: expected the folder of a draft head, got {path}, which is not there")
     head = read_head(path, policy=policy, num_layers=count_layers(policy))
     if method is not None and head.method != method:
         raise ModelError(
-            f"speculative_config.model: expected a head for method {method}, got {path} with one for {head.method}; "
+            f"{option}: expected a head for method {method}, got {path} with one for {head.method}; "
             "name another folder, or the method of this one"
+        )
+    if rope is not None and head.spec.rope.text != rope.text:
+        logger.warning(
+            "%s rotates by %s, the policy by %s: unless it was trained so, few of its drafts will be accepted",
+            path,
+            head.spec.rope.text,
+            rope.text,
         )
     return head
 
 
+def small_model_folder(model: str | None, option: str = "speculative_config.model") -> Path:
+    """The folder of a small model; raises ModelError naming the option."""
+    assert model is not None, "the section checks it"
+    with about(option):
+        return resolve(model)
+
+
 def head_method(folder: str) -> HeadMethod:
     """The kind of a head by its folder. Raises ModelError where there is none."""
-    head = read_head(Path(folder))
+    method = method_of(Path(folder))
     kinds: tuple[HeadMethod, ...] = get_args(HeadMethod)
-    return next(kind for kind in kinds if kind == head.method)
+    return next(kind for kind in kinds if kind == method)
 
 
 def new_head(
@@ -73,7 +100,7 @@ def new_head(
 ) -> DraftHead:
     """An untrained head. A reduced vocabulary is ranked by what this policy says to some of the prompts.
 
-    `keep`: ids that must be in it (the end-of-sequence tokens).
+    `keep`: ids that must be in it (the special tokens).
     """
     if method == "mtp":
         return _new_mtp_head(decoder.spec, policy, seed)
@@ -95,7 +122,12 @@ def new_head(
     ids = None
     if size < spec.vocab_size:
         ids = rank_vocabulary(
-            decoder, [prompt.token_ids for prompt in prompts], size, temperature=temperature, seed=seed, keep=keep
+            decoder,
+            [prompt.token_ids for prompt in prompts],
+            size,
+            temperature=temperature,
+            seed=seed,
+            keep=[token for token in keep if token < spec.vocab_size],
         )
     return initial_head(shape, policy, torch.Generator().manual_seed(seed), token_ids_V=ids, init=draft.init)
 
@@ -191,9 +223,8 @@ def drafter_bytes_per_slot(speculation: SpeculativeConfig, decoder: FusedDecoder
 
 def _small_model_shape(speculation: SpeculativeConfig, decoder: FusedDecoder) -> tuple[Path, DecoderSpec, int]:
     """Folder, shape, and tokens of the longest row that it drafts for."""
-    assert speculation.model is not None, "the section checks it"
-    path = resolve(speculation.model)
-    spec = DecoderSpec.from_config(read_config(path))
+    path = small_model_folder(speculation.model)
+    spec = read_spec(path)
     return path, spec, min(decoder.max_len, spec.max_position_embeddings, spec.sliding_window or decoder.max_len)
 
 
@@ -209,7 +240,9 @@ def _small_model(
             f"differs ({difference}); draft ids would mean other tokens"
         )
     small = FusedDecoder(spec, dtype=decoder.dtype, device=decoder.device, max_len=longest)
-    small.load(dict(iter_weights(path)))
+    tensors = dict(iter_weights(path))
+    with about(path):
+        small.load(tensors)
     return SmallModelDrafter(
         small,
         num_slots=num_slots,

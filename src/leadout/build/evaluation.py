@@ -5,8 +5,7 @@ from __future__ import annotations
 from leadout.build.data import load_data, make_scorer, sampling_params
 from leadout.build.generator import make_decoder, make_device, make_generator
 from leadout.config import Data, Dataset, Grpo, RewardFunction, RolloutSection
-from leadout.models.loading import iter_weights, read_config, resolve
-from leadout.models.spec import DecoderSpec
+from leadout.models.loading import iter_weights, read_spec, resolve
 from leadout.pipeline.evaluate import Evaluation
 from leadout.text import TextCodec
 
@@ -26,7 +25,7 @@ def evaluate(
 ) -> dict[str, float]:
     """pass@1 and mean@k of a model on a data set, generated plainly."""
     path = resolve(model)
-    spec = DecoderSpec.from_config(read_config(path))
+    spec = read_spec(path)
     codec = TextCodec.from_pretrained(path)
     data = load_data(dataset, Data(), codec, seed=seed, context=spec.max_position_embeddings)
     section = RolloutSection(

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from leadout.build.data import EVALUATION_SEED, LoadedData, load_data, sampling_params
 from leadout.config import RunConfig
-from leadout.models.loading import read_config, resolve
+from leadout.models.loading import read_spec, resolve
 from leadout.models.spec import DecoderSpec
 from leadout.records import SamplingParams
 from leadout.text import TextCodec
@@ -38,7 +38,7 @@ class Inputs:
 def load_inputs(config: RunConfig, console: Console) -> Inputs:
     """Model folder, tokenizer, prompts and sampling of a recipe."""
     path = resolve(config.model, progress=console.print)
-    spec = DecoderSpec.from_config(read_config(path))
+    spec = read_spec(path)
     codec = TextCodec.from_pretrained(path if config.tokenizer is None else resolve(config.tokenizer))
     context = config.rollout.max_model_len or spec.max_position_embeddings
     data = load_data(config.data.train, config.data, codec, seed=config.seed, context=context)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from leadout.audit.training import TrainingAuditor
+from leadout.build.drafter import small_model_folder
 from leadout.build.generator import DTYPES
 from leadout.config import RunConfig
 from leadout.logprob.policy_forward import ForwardSettings, PackedForward
 from leadout.models.draft_head import DraftHead
-from leadout.models.loading import load_policy, read_config, resolve
+from leadout.models.loading import load_policy, read_spec
 from leadout.models.mtp_io import has_mtp
-from leadout.models.spec import DecoderSpec
 from leadout.records import SamplingParams
 from leadout.refit.publish import weight_update
 from leadout.train.cotrain import DraftTrainer
@@ -93,9 +94,9 @@ def make_learner(
 
 def small_student(name: str | Path, policy: Any, dtype: str, settings: ForwardSettings) -> SmallModelStudent:
     """A small model that is distilled on the policy's rollouts, beside the policy and in the learner's type."""
-    path = resolve(str(name))
+    path = small_model_folder(str(name))
     forward = PackedForward(load_trainable(path, dtype, policy.device), settings)
-    rope = DecoderSpec.from_config(read_config(path)).rope
+    rope = read_spec(path).rope
     return SmallModelStudent(forward, rope, policy_vocab_size=policy.get_output_embeddings().weight.shape[0])
 
 
@@ -153,7 +154,10 @@ def _starts_trained(config: RunConfig, path: Path) -> bool:
 
 
 def _draft_settings(config: RunConfig, *, is_small: bool, trained: bool) -> DraftSettings:
-    draft = config.draft
+    draft, micro_rollouts = config.draft, config.draft.rollouts_per_update(trained=trained)
+    learnt = math.ceil(draft.token_fraction * config.rollout.num_prompts * config.rollout.num_generations)
+    a_step = -(-learnt // micro_rollouts) * draft.passes * (2 if draft.replay_rollouts else 1)
+    updates = -(-config.pipeline.max_steps // draft.every) * a_step
     return DraftSettings(
         loss_fn=draft.loss_fn,
         # What a small model says at a token does not depend on the round: there is nothing to unroll.
@@ -161,9 +165,10 @@ def _draft_settings(config: RunConfig, *, is_small: bool, trained: bool) -> Draf
         decay=draft.ttt_decay,
         learning_rate=draft.rate(trained=trained),
         warmup_steps=draft.warmup_steps,
+        decay_updates=updates if draft.lr_scheduler_type == "linear" else 0,
         max_grad_norm=draft.max_grad_norm,
         passes=draft.passes,
-        micro_rollouts=draft.rollouts_per_update(trained=trained),
+        micro_rollouts=micro_rollouts,
         replay_rollouts=draft.replay_rollouts,
         token_fraction=draft.token_fraction,
         every=draft.every,

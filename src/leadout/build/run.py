@@ -208,7 +208,15 @@ def _make_head(
         return None
     method = speculation.draft_head
     if speculation.model is not None:
-        return load_head(speculation.model, weights, method)
+        head = load_head(speculation.model, weights, method, rope=decoder.spec.rope)
+        if config.draft.vocab_size not in (None, head.spec.draft_vocab_size):
+            logger.warning(
+                "draft.vocab_size: %d is for a new head, the one in %s drafts from %d tokens",
+                config.draft.vocab_size,
+                speculation.model,
+                head.spec.draft_vocab_size,
+            )
+        return head
     if folder is not None and (folder.path / _DRAFT_START / "config.json").is_file():
         return load_head(folder.path / _DRAFT_START, weights, method)
     if method == "mtp" and has_mtp(inputs.path):
@@ -220,7 +228,7 @@ def _make_head(
         spread_prompts(inputs.data.prompts.prompts, _RANKED_PROMPTS),
         seed=config.seed,
         temperature=config.rollout.temperature,
-        keep=inputs.codec.eos_token_ids,
+        keep=inputs.codec.special_token_ids,
         method=method,
     )
 

@@ -40,11 +40,7 @@ def init(
     from leadout.models.cut_layers import write_cut_model
     from leadout.models.loading import resolve
 
-    try:
-        chosen = [int(layer) for layer in layers.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--layers: expected numbers with commas, such as 0,1,29, got {layers!r}") from error
-    spec = write_cut_model(resolve(model), chosen, out)
+    spec = write_cut_model(resolve(model), _layers(layers, "--layers", "0,1,29"), out)
     typer.echo(f"{out}: {spec.num_layers} layers of {spec.hidden_size}, vocabulary {spec.vocab_size}")
     typer.echo(
         "\nNext: leadout train RECIPE rollout.speculative_config.method=small_model "
@@ -112,9 +108,15 @@ def train(
     temperature: Annotated[
         float, typer.Option(callback=finite, min=0.01, help="Sampling temperature of the later run.")
     ] = 1.0,
-    vocab_size: Annotated[int | None, typer.Option(min=1, help="Draft vocabulary; the policy's by default.")] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Draft vocabulary of a new head; the policy's by default.")
+    ] = None,
+    layer_ids: Annotated[
+        str | None, typer.Option(metavar="I,J,K", help="Layers whose input a new head reads; by default 2, L/2, L-3.")
+    ] = None,
     loss_fn: Annotated[str, typer.Option(help="ce, kl, tv, lk or a sum such as ce+tv.")] = "lk",
     ttt_steps: Annotated[int, typer.Option(min=1, max=8, help="Unrolled steps.")] = 3,
+    ttt_decay: Annotated[float, typer.Option(callback=finite, help="Weight of a step against the one before.")] = 0.8,
     learning_rate: Annotated[
         float | None, typer.Option(callback=finite, help="1e-3, or 1e-4 for a head to go on from, unless named here.")
     ] = None,
@@ -147,12 +149,26 @@ def train(
         temperature=temperature,
         num_drafts=drafts,
         method=method,
-        draft=_section(vocab_size=vocab_size, loss_fn=loss_fn, ttt_steps=ttt_steps, learning_rate=learning_rate),
+        draft=_section(
+            vocab_size=vocab_size,
+            layer_ids=None if layer_ids is None else _layers(layer_ids, "--layer-ids", "2,15,27"),
+            loss_fn=loss_fn,
+            ttt_steps=ttt_steps,
+            ttt_decay=ttt_decay,
+            learning_rate=learning_rate,
+        ),
         init=start,
         format=form,
         seed=seed,
     )
     _carry_out(plan, out)
+
+
+def _layers(text: str, option: str, example: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(layer) for layer in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option}: expected numbers with commas, such as {example}, got {text!r}") from error
 
 
 def _section(**options: Any) -> Draft:

@@ -215,13 +215,13 @@ class HeadDrafter:
         self, logits_BV: torch.Tensor, params: ParamsBatch, noise: Noise, depth: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One draft per row and the law it was drawn from (empty when greedy)."""
-        if self._greedy:
-            return logits_BV.argmax(-1), logits_BV[:, :0]
         if not bool(torch.isfinite(logits_BV.sum())):
             raise ModelError(
                 "the draft head gives logits that are not finite: its weights are broken; start it anew or from "
                 "another checkpoint, or set rollout.speculative_config: null"
             )
+        if self._greedy:
+            return logits_BV.argmax(-1), logits_BV[:, :0]
         if params.any_filters or params.any_greedy:
             # q may be any known law; filtering it like p wastes fewer drafts on tokens p cannot emit.
             law = Law.from_weights(filter_weights(tempered_weights(logits_BV, params), params))

@@ -54,6 +54,10 @@ class DraftHeadSpec:
     """Width of the policy's residual stream."""
 
     def __post_init__(self) -> None:
+        sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size")
+        for name in (*sizes, "target_hidden_size", "draft_vocab_size"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"draft head: {name} must be at least 1, got {getattr(self, name)}")
         checks = (
             (self.num_heads % self.num_kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads"),
             (self.head_dim % 2 == 0, f"head_dim must be even, got {self.head_dim}"),

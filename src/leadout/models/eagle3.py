@@ -40,6 +40,8 @@ class Eagle3Head(DraftHead):
     spec: Eagle3Spec
     d2t: Tensor | None
     t2d: Tensor | None
+    borrows_output: bool = False
+    """Whether its files held no output matrix, and the policy's was copied."""
 
     def __init__(self, spec: Eagle3Spec, *, own_embeddings: bool = False) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ that token in the head's own `embed_tokens`. A map or head that is missing is ne
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from leadout.models.head_files import (
     read_shape,
     read_tensors,
     shape_fields,
+    whole,
     write_files,
 )
+
+logger = logging.getLogger(__name__)
 
 REFUSED = {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0, "norm_output": False, "hidden_act": "silu"}
 """Fields that would change the forward pass, with the only value it has here."""
@@ -99,7 +103,7 @@ def read_eagle3(
     Args:
         folder: Holds `config.json` and `model.safetensors` (or `pytorch_model.bin`).
         policy: The policy's state dict; lends its `lm_head` to a head that was saved without one and whose
-            vocabulary is the policy's, and its shapes are checked against the config.
+            vocabulary is the policy's, with a warning, and its shapes are checked against the config.
         target_hidden_size: The policy's width, if only that is known.
         num_layers: The policy's layers; the head may tap what enters each of them, or what leaves the last.
 
@@ -113,11 +117,16 @@ def read_eagle3(
     _check_layer_ids(spec, folder, num_layers)
     check_policy(spec, folder, policy, target_hidden_size)
     tensors = _canonical(read_tensors(folder), spec)
+    borrows = False
     if "lm_head.weight" not in tensors and policy is not None and not spec.is_reduced:
         lent_VH = policy.get("lm_head.weight", policy["model.embed_tokens.weight"])
-        if lent_VH.shape[1] == spec.hidden_size:
+        if lent_VH.shape[1] == spec.hidden_size and "fc.weight" in tensors:
+            borrows = True
             tensors["lm_head.weight"] = lent_VH.detach().to(tensors["fc.weight"].dtype).clone()
-    return head_of_tensors(spec, tensors, str(folder))
+            logger.warning("%s holds no lm_head.weight: the head starts from a copy of the policy's", folder)
+    head = head_of_tensors(spec, tensors, str(folder))
+    head.borrows_output = borrows
+    return head
 
 
 def head_of_tensors(spec: Eagle3Spec, tensors: Mapping[str, Tensor], origin: str) -> Eagle3Head:
@@ -165,18 +174,32 @@ def read_spec(folder: Path) -> Eagle3Spec:
     def make(common: dict[str, Any]) -> Eagle3Spec:
         return Eagle3Spec(
             **common,
-            draft_vocab_size=int(fields.get("draft_vocab_size") or fields["vocab_size"]),
-            layer_ids=tuple(int(i) for i in fields["eagle_aux_hidden_state_layer_ids"]),
-            target_hidden_size=int(fields.get("target_hidden_size") or fields["hidden_size"]),
-            norm_before_residual=bool(fields.get("norm_before_residual", False)),
+            draft_vocab_size=whole(fields, "draft_vocab_size", common["vocab_size"]),
+            layer_ids=_layer_ids(fields),
+            target_hidden_size=whole(fields, "target_hidden_size", common["hidden_size"]),
+            # Where an EAGLE-3 head of the speculators form does not say, vLLM takes it for on.
+            norm_before_residual=bool(
+                fields.get("norm_before_residual", fields.get("speculators_model_type") == "eagle3")
+            ),
             norm_before_fc=bool(fields.get("norm_before_fc", False)),
             fc_norm=bool(fields.get("fc_norm", False)),
-            mask_token_id=int(masks[0]) if masks else None,
+            mask_token_id=whole({"mask_token_id": masks[0]}, "mask_token_id") if masks else None,
         )
 
     spec = read_shape(fields, path, make)
     assert isinstance(spec, Eagle3Spec)
     return spec
+
+
+def _layer_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """Raises KeyError where they are missing, ModelError for anything but a list of whole numbers."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    if fields.get(name) is None:
+        raise KeyError(name)
+    given = fields[name]
+    if not isinstance(given, list) or not all(type(layer) is int for layer in given):
+        raise ModelError(f"expected a list of layers in {name}, got {given!r}")
+    return tuple(given)
 
 
 def _refuse_foreign(layer: Mapping[str, Any], path: Path) -> None:

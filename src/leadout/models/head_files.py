@@ -25,6 +25,9 @@ from leadout.models.rope import RopeSpec
 from leadout.models.weights import is_finite
 from leadout.storage import writing
 
+_NESTED = ("transformer_layer_config", "eagle_config")
+"""Objects in a config whose fields belong to the head: of the speculators form, and of older EAGLE-3 heads."""
+
 
 def write_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """`config.json` and `model.safetensors`, tensors in their present dtype."""
@@ -36,7 +39,7 @@ def write_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, T
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
-    """The config's fields, those under `transformer_layer_config` (the speculators form) beside the others."""
+    """The config's fields, with those of the layer (the speculators form) and of `eagle_config` beside the others."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -44,11 +47,13 @@ def read_fields(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder}: expected a draft head folder with config.json, found none") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: expected JSON, got {error}; copy the file again") from error
-    nested = config.pop("transformer_layer_config", {}) if isinstance(config, dict) else None
-    if not isinstance(config, dict) or not isinstance(nested, dict):
-        got = type(nested if isinstance(config, dict) else config).__name__
-        raise ModelError(f"{path}: expected a JSON object with the head's fields, got {got}; copy the file again")
-    return {**nested, **config}
+    nested = [config.pop(name, {}) for name in _NESTED] if isinstance(config, dict) else []
+    if not isinstance(config, dict) or not all(isinstance(part, dict) for part in nested):
+        odd = next((part for part in nested if not isinstance(part, dict)), config)
+        raise ModelError(
+            f"{path}: expected a JSON object with the head's fields, got {type(odd).__name__}; copy the file again"
+        )
+    return {name: value for part in (*nested, config) for name, value in part.items()}
 
 
 def shape_fields(spec: DraftHeadSpec, dtype: torch.dtype) -> dict[str, Any]:
@@ -71,27 +76,44 @@ def shape_fields(spec: DraftHeadSpec, dtype: torch.dtype) -> dict[str, Any]:
 def read_shape(fields: Mapping[str, Any], path: Path, make: Callable[[dict[str, Any]], DraftHeadSpec]) -> DraftHeadSpec:
     """A spec of the common fields and what `make` adds to them; a missing or odd field is named."""
     try:
-        hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
-        head_dim = int(fields.get("head_dim") or hidden // heads)
+        hidden, heads = whole(fields, "hidden_size"), whole(fields, "num_attention_heads")
+        head_dim = whole(fields, "head_dim", hidden // max(heads, 1))
         return make(
             {
                 "hidden_size": hidden,
                 "num_heads": heads,
-                "num_kv_heads": int(fields.get("num_key_value_heads") or heads),
+                "num_kv_heads": whole(fields, "num_key_value_heads", heads),
                 "head_dim": head_dim,
-                "intermediate_size": int(fields["intermediate_size"]),
+                "intermediate_size": whole(fields, "intermediate_size"),
                 "rms_norm_eps": float(fields["rms_norm_eps"]),
                 "rope": RopeSpec.from_config(fields, head_dim),
-                "max_position_embeddings": int(fields["max_position_embeddings"]),
-                "vocab_size": int(fields["vocab_size"]),
+                "max_position_embeddings": whole(fields, "max_position_embeddings"),
+                "vocab_size": whole(fields, "vocab_size"),
             }
         )
     except KeyError as error:
         raise ModelError(
             f"{path}: expected the field {error.args[0]}, found none; add it as the head was trained"
         ) from error
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ModelError(f"{path}: expected numbers in the head's fields, got {error}") from error
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{path}: expected a number in rms_norm_eps, got {fields['rms_norm_eps']!r}") from error
+
+
+def whole(fields: Mapping[str, Any], name: str, missing: int | None = None) -> int:
+    """A field that holds a whole number; `missing`: where it is absent or null.
+
+    Raises KeyError where it must be there, ModelError naming it where it holds something else.
+    """
+    value = fields.get(name)
+    if value is None and missing is not None:
+        return missing
+    if value is None:
+        raise KeyError(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ModelError(f"expected a whole number in {name}, got {value!r}")
+    return int(value)
 
 
 def _rope_fields(rope: RopeSpec) -> dict[str, Any]:
@@ -108,7 +130,7 @@ def _rope_fields(rope: RopeSpec) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of `model.safetensors` (or `pytorch_model.bin`), finite and of the right kind."""
+    """Every tensor of `model.safetensors`, its parts, or `pytorch_model.bin`; finite and of the right kind."""
     tensors: object = _load(folder)
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ModelError(f"{folder}: expected a weight file with named tensors, got something else; export it again")
@@ -125,16 +147,22 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _load(folder: Path) -> object:
-    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
-    try:
-        if safe.exists():
-            return load_file(safe)
-        if pickled.exists():
-            return torch.load(pickled, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"{folder}: expected a whole weight file, got {reason}; copy it again") from error
-    raise ModelError(f"{folder}: expected model.safetensors or pytorch_model.bin, found neither")
+    """From one safetensors file, its parts, or a pickled file."""
+    files = [file for file in (folder / "model.safetensors",) if file.exists()]
+    files = files or sorted(folder.glob("model-*-of-*.safetensors"))
+    files = files or [file for file in (folder / "pytorch_model.bin",) if file.exists()]
+    if not files:
+        raise ModelError(f"{folder}: expected model.safetensors or pytorch_model.bin, found neither")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            if file.suffix == ".bin":
+                return torch.load(file, map_location="cpu", weights_only=True)
+            tensors |= load_file(file)
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ModelError(f"{file}: expected a whole weight file, got {reason}; copy it again") from error
+    return tensors
 
 
 def check_tensors_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], origin: str, kind: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from leadout.models.draft_head import DraftHead
-from leadout.models.eagle3 import Eagle3Head
-from leadout.models.eagle3_io import read_eagle3, write_eagle3
+from leadout.models.eagle3 import Eagle3Head, ParallelHead
+from leadout.models.eagle3_io import read_eagle3, read_spec, write_eagle3
 from leadout.models.head_files import read_fields
 from leadout.models.mtp import MtpHead
 from leadout.models.mtp_io import read_mtp, write_mtp
@@ -20,6 +20,13 @@ def is_head(folder: Path) -> bool:
     fields = read_fields(folder)
     architectures = str(fields.get("architectures", "")).lower()
     return "eagle" in architectures or "mtp" in architectures or "speculators_model_type" in fields
+
+
+def method_of(folder: Path) -> str:
+    """The kind of a head, from its config alone. Raises ModelError where there is no head."""
+    if read_fields(folder).get("num_nextn_predict_layers") is not None:
+        return MtpHead.method
+    return (Eagle3Head if read_spec(folder).mask_token_id is None else ParallelHead).method
 
 
 def read_head(folder: Path, *, policy: Mapping[str, Tensor] | None = None, num_layers: int | None = None) -> DraftHead:

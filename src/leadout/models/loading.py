@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.utils import logging as transformers_logging
 
-from leadout.errors import ModelError
+from leadout.errors import ModelError, about
 from leadout.models.aliases import ALIASES, Progress, fetch
-from leadout.models.spec import as_known_family
+from leadout.models.spec import DecoderSpec, as_known_family
 from leadout.models.weights import is_finite, shortened
 from leadout.text import checked_token_ids
 
@@ -99,6 +99,13 @@ def read_config(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ModelError(f"expected config.json in {path}, found none; is this a model folder?")
     return _read_json(file)
+
+
+def read_spec(path: Path) -> DecoderSpec:
+    """The shape of the model in a folder. Raises ModelError naming the file where it cannot be run."""
+    config = read_config(path)
+    with about(path / "config.json"):
+        return DecoderSpec.from_config(config)
 
 
 def end_token_ids(path: Path) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from leadout.models.head_files import (
     read_fields,
     read_shape,
     shape_fields,
+    whole,
     write_files,
 )
 from leadout.models.loading import MTP_PREFIX, iter_mtp_weights
@@ -69,7 +70,7 @@ def read_mtp(folder: Path, *, policy: Mapping[str, Tensor] | None = None, num_la
         return MtpSpec(
             **common,
             draft_vocab_size=common["vocab_size"],
-            layer_ids=(int(fields["num_hidden_layers"]),),
+            layer_ids=(whole(fields, "num_hidden_layers"),),
             target_hidden_size=common["hidden_size"],
         )
 

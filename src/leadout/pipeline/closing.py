@@ -88,6 +88,8 @@ class Closing:
     """Mean seconds of each stage."""
     comparisons: tuple[Comparison, ...]
     """One per case."""
+    drafter_seconds: float = 0.0
+    """Mean seconds that the learner spent on the drafter; part of its stages."""
 
     def to_json(self) -> dict[str, object]:
         """Plain values, for closing.json."""
@@ -118,6 +120,11 @@ def mean_stage_seconds(rows: Sequence[Mapping[str, float]]) -> dict[Stage, float
     return {
         stage: statistics.fmean([row.get(f"seconds/{stage}", 0.0) for row in rows]) if rows else 0.0 for stage in Stage
     }
+
+
+def mean_drafter_seconds(rows: Sequence[Mapping[str, float]]) -> float:
+    """Mean of `seconds/drafter`; 0 where no drafter learns."""
+    return statistics.fmean([row.get("seconds/drafter", 0.0) for row in rows]) if rows else 0.0
 
 
 def pick_rows(requests: Sequence[Request], rows: int | None, repetition: int) -> list[Request]:
@@ -209,6 +216,7 @@ def close_run(
             dataclasses.replace(each, step_speedup=step_speedup(seconds, each.speedup, run_speedup))
             for each in measured
         ),
+        drafter_seconds=mean_drafter_seconds(rows),
     )
 
 

@@ -24,6 +24,9 @@ def stage_table(closing: Closing) -> Table:
     total = sum(closing.stage_seconds.values())
     for stage, seconds in closing.stage_seconds.items():
         table.add_row(str(stage), f"{seconds:.3f}", f"{seconds / total:.1%}" if total else "-")
+    if closing.drafter_seconds:
+        share = f"{closing.drafter_seconds / total:.1%}" if total else "-"
+        table.add_row("of it for the drafter", f"{closing.drafter_seconds:.3f}", share)
     table.add_section()
     table.add_row("step", f"{total:.3f}", "100.0%" if total else "-")
     return table

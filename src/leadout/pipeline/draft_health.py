@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from leadout.metrics import Row, metric_row
 from leadout.records import StepReport
 
 WINDOW = 3
-"""Steps that are looked at together."""
+"""Steps that are looked at together, at the least."""
 LEAST_DRAFTS = 200
-"""Draft tokens in them below which nothing is said."""
+"""Draft tokens below which nothing is said; where few are drafted, since drafting does not pay, more steps are looked
+at together."""
+HORIZON = 200
+"""Steps that are looked at together, at the most."""
 HARDLY = 0.01
 """Share of accepted drafts below which they are as good as never accepted."""
 LITTLE = 0.1
@@ -32,7 +36,7 @@ class DraftHealth:
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         """`rows`: those of the steps so far, where a run goes on."""
-        self._rows: deque[Row] = deque(rows, maxlen=WINDOW)
+        self._rows: deque[Row] = deque(rows, maxlen=HORIZON)
 
     def watched(self, report: StepReport) -> StepReport:
         """The report, with the alarm if there is reason for one."""
@@ -42,22 +46,27 @@ class DraftHealth:
 
 
 def alarm(rows: Sequence[Row]) -> str | None:
-    """What is wrong with the drafter by the last `WINDOW` rows; None if nothing is, or too little was drafted.
+    """What is wrong with the drafter by the latest rows that hold enough drafts; None if nothing is, or they do not.
 
     Looked-up drafts raise none: text that does not repeat itself is no fault.
     """
-    rows = rows[-WINDOW:]
-    if len(rows) < WINDOW or not any(name.startswith(_AGE) for row in rows for name in row):
+    if not any(name.startswith(_AGE) for row in rows[-HORIZON:] for name in row):
         return None
-    drafted = sum(_number(row, "spec/num_draft_tokens") or 0.0 for row in rows)
-    accepted = sum(_number(row, "spec/num_accepted_tokens") or 0.0 for row in rows)
-    if drafted < LEAST_DRAFTS or accepted >= HARDLY * drafted:
+    drafted = accepted = 0.0
+    count = 0
+    for row in reversed(rows[-HORIZON:]):
+        count += 1
+        drafted += _of_model(row, "draft")
+        accepted += _of_model(row, "accepted")
+        if count >= WINDOW and drafted >= LEAST_DRAFTS:
+            break
+    if count < WINDOW or drafted < LEAST_DRAFTS or accepted >= HARDLY * drafted:
         return None
-    cause = _cause(rows)
+    cause = _cause(rows[-WINDOW:], _age(rows[-count:]))
     return None if cause is None else f"{accepted:.0f} of the last {drafted:.0f} drafts were accepted: {cause}"
 
 
-def _cause(rows: Sequence[Row]) -> str | None:
+def _cause(rows: Sequence[Row], age: str) -> str | None:
     last = rows[-1]
     versions = [_number(row, "draft/version") for row in rows]
     checksums = {row.get("draft/checksum") for row in rows}
@@ -83,7 +92,7 @@ def _cause(rows: Sequence[Row]) -> str | None:
         )
     if expected is None or newest is None:
         return (
-            f"the drafter is never refitted in this run (draft.enabled) and is {_age(last)} policy versions old; if it "
+            f"the drafter is never refitted in this run (draft.enabled) and is {age} policy versions old; if it "
             "was so from the start it has wrong layers, a wrong vocabulary map or another policy "
             "(leadout draft info DIR --model MODEL --data DATA)"
         )
@@ -95,8 +104,15 @@ def _cause(rows: Sequence[Row]) -> str | None:
     )
 
 
-def _age(row: Row) -> str:
-    ages = [name.removeprefix(_AGE) for name in row if name.startswith(_AGE)]
+def _of_model(row: Row, kind: Literal["draft", "accepted"]) -> float:
+    """Draft tokens of a step that a model made, or those of them that were accepted."""
+    looked_up = {"draft": "spec/num_looked_up_tokens", "accepted": "spec/num_accepted_looked_up_tokens"}[kind]
+    return (_number(row, f"spec/num_{kind}_tokens") or 0.0) - (_number(row, looked_up) or 0.0)
+
+
+def _age(rows: Sequence[Row]) -> str:
+    """Of the latest drafts."""
+    ages = [name.removeprefix(_AGE) for row in rows for name in row if name.startswith(_AGE)]
     return ages[-1] if ages else "some"
 
 

@@ -34,4 +34,5 @@ def _line(step: int, rollout: Rollout, score: Score) -> dict[str, object]:
         "spans": [[span.length, str(span.source), span.version] for span in rollout.spans],
         "drafted": rollout.rounds.drafted.tolist(),
         "accepted": rollout.rounds.accepted.tolist(),
+        "looked_up": [] if rollout.rounds.looked_up is None else rollout.rounds.looked_up.nonzero()[0].tolist(),
     }

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from leadout.records import Finish, FloatArray, Group, Rollout, ShortArray, Source
+from leadout.records import Finish, FloatArray, Group, Rollout, Rounds, ShortArray, Source
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -119,6 +120,8 @@ def speculation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
       a rollout cut its last round.
     - `acceptance_rate` = accepted / drafted tokens.
     - `acceptance_rate_pos_i` = drafts accepted at position i (from 1) / row-rounds that drafted at least i.
+    - `num_looked_up_tokens`, `num_accepted_looked_up_tokens`: of the drafts, those looked up, where a model makes the
+      rest.
     """
     rounds = [rollout.rounds for rollout in rollouts if len(rollout.rounds.drafted)]
     if not rounds:
@@ -141,6 +144,10 @@ def speculation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if num_drafts == 0:
         return metrics
     metrics["spec/acceptance_length"] = float(committed_R[on_R].sum() / num_drafts)
+    if any(each.looked_up is not None for each in rounds):
+        looked_R = np.concatenate([looked_up_rounds(each) for each in rounds])
+        metrics["spec/num_looked_up_tokens"] = float(drafted_R[looked_R].sum())
+        metrics["spec/num_accepted_looked_up_tokens"] = float(accepted_R[looked_R].sum())
     metrics["spec/accepted_per_draft"] = 1.0 + num_accepted / num_drafts
     metrics["spec/acceptance_rate"] = num_accepted / num_draft_tokens
     for i in range(1, int(drafted_R.max()) + 1):
@@ -148,11 +155,16 @@ def speculation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return metrics
 
 
+def looked_up_rounds(rounds: Rounds) -> npt.NDArray[np.bool_]:
+    """Rounds whose drafts were looked up where a model makes others, bool[R]."""
+    return np.zeros(len(rounds.drafted), bool) if rounds.looked_up is None else rounds.looked_up
+
+
 def acceptance_by_age(rollouts: Sequence[Rollout], learnt_version: int) -> dict[str, float]:
     """`spec/acceptance_rate_age_A`: accepted / drafted, of rollouts made A policy versions after the drafter learnt.
 
     Ages are pooled by powers of two: 0, 1, 2 (2 and 3), 4 (4 to 7), ... A rollout counts with the weights that made its
-    last token.
+    last token. Looked-up drafts have no age and do not count.
 
     Args:
         rollouts: With their rounds.
@@ -161,11 +173,12 @@ def acceptance_by_age(rollouts: Sequence[Rollout], learnt_version: int) -> dict[
     """
     counts: dict[int, list[int]] = {}
     for rollout in rollouts:
-        drafted = int(rollout.rounds.drafted.sum())
+        made_R = ~looked_up_rounds(rollout.rounds)
+        drafted = int(rollout.rounds.drafted[made_R].sum())
         if drafted:
             age = max(int(rollout.versions[-1]) - learnt_version, 0)
             pooled = counts.setdefault(0 if age == 0 else 1 << (age.bit_length() - 1), [0, 0])
-            pooled[0] += int(rollout.rounds.accepted.sum())
+            pooled[0] += int(rollout.rounds.accepted[made_R].sum())
             pooled[1] += drafted
     return {f"spec/acceptance_rate_age_{age}": a / d for age, (a, d) in sorted(counts.items())}
 

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from leadout import __version__
 from leadout.errors import DataError
 from leadout.metrics import read_rows
-from leadout.pipeline.closing import mean_stage_seconds
+from leadout.pipeline.closing import mean_drafter_seconds, mean_stage_seconds
 from leadout.pipeline.draft_health import alarms
 from leadout.pipeline.folder import RunFolder, write_text
 from leadout.records import Stage
@@ -40,6 +40,8 @@ class RunData:
     """metrics.jsonl."""
     stage_seconds: Mapping[Stage, float]
     """Mean over steps."""
+    drafter_seconds: float
+    """Of the learner's stages, mean over steps; 0 where no drafter learns."""
     closing: dict[str, Any] | None
     """closing.json, if the run came that far."""
     samples: list[dict[str, Any]]
@@ -87,6 +89,7 @@ def _read_run(name: str, folder: RunFolder) -> RunData:
         config=folder.config.read_text(encoding="utf-8"),
         rows=rows,
         stage_seconds=mean_stage_seconds(rows),
+        drafter_seconds=mean_drafter_seconds(rows),
         closing=_read_json(folder.closing),
         samples=pick_samples(_read_lines(folder.rollouts)),
         highlights=highlights(rows),

@@ -113,11 +113,13 @@ def _commit(
         decision.policy_logprobs_BN,
         live.ends(tokens_BN),
     )
-    drafted_B = np.zeros(len(live.rows), np.int64)
+    drafted_B, looked_up_B = np.zeros(len(live.rows), np.int64), np.zeros(len(live.rows), bool)
     if drafted is not None:
         drafted_B[drafted.rows_S] = drafted.draft.counts_B
+        if drafted.draft.looked_up_B is not None:
+            looked_up_B[drafted.rows_S] = drafted.draft.looked_up_B
         trace_round(table, live, drafted, decision.accepted_B, first_B, committed.counts_B, parts.vocab_size)
-    table.record_round(live.slots_B, drafted_B, np.minimum(decision.accepted_B, committed.counts_B))
+    table.record_round(live.slots_B, drafted_B, np.minimum(decision.accepted_B, committed.counts_B), looked_up_B)
     parts.kv.advance(live.slots, committed.counts_B)
     params = [row.request.params for row in live.rows]
     if live.params.any_penalties:

@@ -74,6 +74,7 @@ class RowTable:
         self._policy_logprobs_ST = np.zeros((num_slots, capacity))
         self._drafted_ST = np.zeros((num_slots, capacity), np.int16)
         self._accepted_ST = np.zeros((num_slots, capacity), np.int16)
+        self._looked_up_ST = np.zeros((num_slots, capacity), bool)
         self.generated_S = np.zeros(num_slots, np.int64)
         self._rounds_S = np.zeros(num_slots, np.int64)
 
@@ -91,6 +92,7 @@ class RowTable:
         self._rounds_S[slot] = rounds.drafted.size
         self._drafted_ST[slot, : rounds.drafted.size] = rounds.drafted
         self._accepted_ST[slot, : rounds.accepted.size] = rounds.accepted
+        self._looked_up_ST[slot, : rounds.drafted.size] = False if rounds.looked_up is None else rounds.looked_up
 
     def last_tokens(self, slots_B: Ints) -> Ints:
         """i64[B]: the newest token of each row."""
@@ -158,11 +160,14 @@ class RowTable:
         elif row.finish is None:
             row.finish = row.limit_finish
 
-    def record_round(self, slots_B: Ints, drafted_B: Ints, accepted_B: Ints) -> None:
+    def record_round(
+        self, slots_B: Ints, drafted_B: Ints, accepted_B: Ints, looked_up_B: npt.NDArray[np.bool_] | bool = False
+    ) -> None:
         """Note one round of each row."""
         index_B = self._rounds_S[slots_B]
         self._drafted_ST[slots_B, index_B] = drafted_B
         self._accepted_ST[slots_B, index_B] = accepted_B
+        self._looked_up_ST[slots_B, index_B] = looked_up_B
         self._rounds_S[slots_B] += 1
 
     def tokens(self, slot: int) -> Ints:
@@ -177,6 +182,7 @@ class RowTable:
         """The row as a record; its open span was made by `version`."""
         slot = row.slot
         length, rounds = int(self.generated_S[slot]), int(self._rounds_S[slot])
+        looked_up = self._looked_up_ST[slot, :rounds].copy()
         spans = list(row.spans)
         if length > row.closed:
             spans.append(Span(length=length - row.closed, source=Source.POLICY, version=version))
@@ -188,7 +194,9 @@ class RowTable:
             policy_logprobs=self._policy_logprobs_ST[slot, :length].astype(dtype),
             spans=tuple(spans),
             rounds=Rounds(
-                drafted=self._drafted_ST[slot, :rounds].copy(), accepted=self._accepted_ST[slot, :rounds].copy()
+                drafted=self._drafted_ST[slot, :rounds].copy(),
+                accepted=self._accepted_ST[slot, :rounds].copy(),
+                looked_up=looked_up if looked_up.any() else None,
             ),
             finish=row.finish or Finish.CANCELLED,
             stop=row.stop,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class _StepSums:
     tokens: int = 0
     skipped: int = 0
     """Updates left out because their loss or gradient was not finite."""
+    seconds: float = 0.0
+    """Spent measuring and learning."""
 
 
 class DraftTrainer:
@@ -103,6 +106,11 @@ class DraftTrainer:
 
         Only on those: measuring them all would cost more than learning from a quarter does.
         """
+        began = time.perf_counter()
+        self._observe(batch, output, forward)
+        self._sums.seconds += time.perf_counter() - began
+
+    def _observe(self, batch: TrainBatch, output: PolicyOutput, forward: PolicyForward) -> None:
         if self._meter is None:
             self._meter = self.meter(self.student, forward, self.settings.measure_tokens)
         meter, first = self._meter, batch.first_rollout
@@ -127,11 +135,13 @@ class DraftTrainer:
     def finish_step(self, forward: PolicyForward) -> dict[str, float]:
         """Train on replayed rollouts, if asked for, and report `draft/*` metrics.
 
-        `draft/age`: policy versions since the drafter that served this step last learnt.
+        `draft/age`: policy versions since the drafter that served this step last learnt. `seconds/drafter`: what
+        measuring and teaching it took of the learner's stages.
         """
+        sums, began = self._sums, time.perf_counter()
         if self.settings.replay_rollouts and self._replay and self._learns:
             self._learn_again(forward, len(self._chosen))
-        sums = self._sums
+        sums.seconds += time.perf_counter() - began
         if sums.losses:
             self.version += 1
             self._learnt_at = self._steps
@@ -139,6 +149,7 @@ class DraftTrainer:
             "draft/version": float(self.version),
             "draft/updates": float(len(sums.losses)),
             "draft/age": float(self._age),
+            "seconds/drafter": sums.seconds,
         }
         if sums.skipped:
             metrics["draft/skipped_updates"] = float(sums.skipped)

@@ -1,0 +1,113 @@
+"""Fields and files of a draft head's folder that are odd in one way each."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from leadout.errors import ModelError
+from leadout.models.eagle3_io import read_eagle3, read_spec, write_eagle3, write_speculators
+from leadout.models.head_io import method_of
+from tests.models.eagle3_fakes import policy_tensors, tiny_head
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_eagle3(tiny_head(), tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def with_fields(folder, **changes):
+    """Change fields of the config; `...` takes one out."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("draft_vocab_size", 0, "draft_vocab_size must be at least 1, got 0"),
+        ("draft_vocab_size", -3, "draft_vocab_size must be at least 1, got -3"),
+        ("draft_vocab_size", 10**6, "draft_vocab_size must be at most vocab_size"),
+        ("draft_vocab_size", "many", "expected a whole number in draft_vocab_size, got 'many'"),
+        ("intermediate_size", 0, "intermediate_size must be at least 1, got 0"),
+        ("num_attention_heads", 0, "num_heads must be at least 1, got 0"),
+        ("hidden_size", 8.5, "expected a whole number in hidden_size, got 8.5"),
+        ("hidden_size", None, "expected the field hidden_size, found none"),
+        ("rms_norm_eps", "small", "expected a number in rms_norm_eps, got 'small'"),
+        ("eagle_aux_hidden_state_layer_ids", None, "expected the field eagle_aux_hidden_state_layer_ids, found none"),
+        ("eagle_aux_hidden_state_layer_ids", "1,2", "list of layers in eagle_aux_hidden_state_layer_ids, got '1,2'"),
+        ("eagle_aux_hidden_state_layer_ids", [], "expected at least one tapped layer, got none"),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "expected rope type default, linear, llama3 or yarn"),
+    ],
+)
+def test_an_odd_field_is_named_with_its_file(folder, field, value, words):
+    with_fields(folder, **{field: value})
+    with pytest.raises(ModelError) as raised:
+        read_eagle3(folder)
+    assert str(raised.value).startswith(f"{folder / 'config.json'}: ")
+    assert words in str(raised.value)
+
+
+def test_a_truncated_weight_file_is_named(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ModelError, match="expected a whole weight file") as raised:
+        read_eagle3(folder)
+    assert str(raised.value).startswith(f"{path}: ")
+
+
+def test_a_weight_file_in_parts_gives_the_same_head(folder):
+    whole = read_eagle3(folder).state_dict()
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[:3]}, folder / "model-00001-of-00002.safetensors")
+    save_file({name: tensors[name] for name in names[3:]}, folder / "model-00002-of-00002.safetensors")
+    (folder / "model.safetensors").unlink()
+    parts = read_eagle3(folder).state_dict()
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_fields_under_eagle_config_are_read(folder):
+    before = read_spec(folder)
+    nested = {"eagle_aux_hidden_state_layer_ids": list(before.layer_ids), "norm_before_residual": True}
+    with_fields(folder, eagle_config=nested, eagle_aux_hidden_state_layer_ids=..., norm_before_residual=...)
+    spec = read_spec(folder)
+    assert (spec.layer_ids, spec.norm_before_residual) == (before.layer_ids, True)
+
+
+@pytest.mark.parametrize(("speculators", "residual"), [(False, False), (True, True)])
+def test_a_residual_that_the_config_leaves_open_is_what_vllm_takes_it_for(tmp_path, speculators, residual):
+    if speculators:
+        head = tiny_head()
+        table = torch.zeros(head.spec.vocab_size, head.spec.target_hidden_size)
+        write_speculators(head, tmp_path, table, policy="tiny", drafts=3)
+    else:
+        write_eagle3(tiny_head(), tmp_path)
+    with_fields(tmp_path, norm_before_residual=...)
+    assert read_spec(tmp_path).norm_before_residual is residual
+
+
+def test_a_borrowed_output_matrix_is_said_aloud(tmp_path, caplog):
+    head = tiny_head(draft_vocab_size=tiny_head().spec.vocab_size)
+    write_eagle3(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with caplog.at_level(logging.WARNING):
+        read = read_eagle3(tmp_path, policy=policy_tensors())
+    assert read.borrows_output
+    assert caplog.messages == [f"{tmp_path} holds no lm_head.weight: the head starts from a copy of the policy's"]
+
+
+def test_the_kind_of_a_head_is_in_its_config(folder):
+    (folder / "model.safetensors").unlink()
+    assert method_of(folder) == "eagle3"
+    with_fields(folder, ptd_token_id=1)
+    assert method_of(folder) == "parallel"
