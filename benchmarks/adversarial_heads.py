@@ -1,10 +1,11 @@
-"""Draft heads that are as bad as can be, for auditing the engine with them: each can draft a single token.
+"""Draft heads that are as bad as can be, for auditing the engine with them.
 
     python -m benchmarks.adversarial_heads --out runs/adversarial
     leadout audit --method eagle3 --draft runs/adversarial/wrong --k 1
 
-`wrong` drafts a token that the policy (nearly) never says, `same` one that it says often, `eos` the end of the text:
-the drafts of a head that is right about nothing, of one that is stuck, and of one that would end every row.
+`random` has random weights and drafts from the 4,096 first tokens. The others can draft a single token: `wrong` one that
+the policy (nearly) never says, `same` one that it says often, `eos` the end of the text. They are the drafts of a head
+that is right about nothing, of one that is stuck, and of one that would end every row.
 """
 
 from __future__ import annotations
@@ -31,12 +32,19 @@ def main() -> None:
     path = resolve(options.model)
     codec, policy = TextCodec.from_pretrained(path), dict(iter_weights(path))
     spec = DecoderSpec.from_config(read_config(path))
-    tokens = {"wrong": spec.vocab_size - 1, "same": int(codec.encode(" the")[0]), "eos": codec.eos_token_ids[0]}
-    shape = Eagle3Spec(**policy_shape(spec), draft_vocab_size=1, layer_ids=default_layers(spec.num_layers))
-    for name, token in tokens.items():
-        head = initial_head(shape, policy, torch.Generator().manual_seed(0), token_ids_V=torch.tensor([token]))
+    ids = {
+        "random": list(range(min(4096, spec.vocab_size - 1))),
+        "wrong": [spec.vocab_size - 1],
+        "same": [int(codec.encode(" the")[0])],
+        "eos": [codec.eos_token_ids[0]],
+    }
+    for name, own in ids.items():
+        shape = Eagle3Spec(**policy_shape(spec), draft_vocab_size=len(own), layer_ids=default_layers(spec.num_layers))
+        generator = torch.Generator().manual_seed(0)
+        head = initial_head(shape, policy, generator, token_ids_V=torch.tensor(own), init="random")
         write_eagle3(head, options.out / name)
-        print(f"{options.out / name}: drafts {codec.decode([token])!r} ({token}) always")
+        always = f"{codec.decode(own, special=True)!r} always" if len(own) == 1 else f"any of {len(own)} tokens"
+        print(f"{options.out / name}: drafts {always}")
 
 
 if __name__ == "__main__":
