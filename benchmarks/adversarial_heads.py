@@ -3,9 +3,9 @@
     python -m benchmarks.adversarial_heads --out runs/adversarial
     leadout audit --method eagle3 --draft runs/adversarial/wrong --k 1
 
-`random` has random weights and drafts from the 4,096 first tokens. The others can draft a single token: `wrong` one that
-the policy (nearly) never says, `same` one that it says often, `eos` the end of the text. They are the drafts of a head
-that is right about nothing, of one that is stuck, and of one that would end every row.
+`random` has random weights and drafts from the 4,096 first tokens. The others can draft a single token: `wrong` one
+that the policy (nearly) never says, `same` one that it says often, `eos` the end of the text. They are the drafts of a
+head that is right about nothing, of one that is stuck, and of one that would end every row.
 """
 
 from __future__ import annotations
