@@ -83,3 +83,21 @@ def test_a_copied_prompt_continues_like_its_source() -> None:
     after = native.run([0, 2], taps[:, :1].expand(2, -1, -1), embeddings[:, :1].expand(2, -1, -1), np.array([1, 1]))
     assert torch.equal(after[0], after[1])
     assert native.lengths.tolist() == [10, 9, 10]
+
+
+def test_logits_of_strided_states_outlive_whatever_takes_memory_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    native, _ = caches(mask=7)
+    runner = native._native
+    assert runner is not None
+    hidden_BH = torch.randn(16, 4, 96).unbind(1)[2]
+    expected = native.logits(hidden_BH.contiguous()).clone()
+    real = runner._library.functions.lo_head_logits
+
+    def amid_others(*arguments: object) -> object:
+        taken = [torch.full((16, 96), torch.nan) for _ in range(64)]
+        result = real(*arguments)
+        assert len(taken) == 64
+        return result
+
+    monkeypatch.setattr(runner._library.functions, "lo_head_logits", amid_others)
+    assert torch.equal(native.logits(hidden_BH), expected)

@@ -156,9 +156,11 @@ class NativeEagle3:
         num_rows, vocab_size = hidden_BH.shape[0], self._head.spec.draft_vocab_size
         stride = -(-vocab_size // LAW_BLOCK) * LAW_BLOCK
         logits_BV = self._scratch.take(num_rows, stride)
+        # Under a name of its own: a copy that nobody holds is freed before the call reads it.
+        hidden_BH = hidden_BH.contiguous()
         self._library.follow_threads()
         self._library.functions.lo_head_logits(
-            self._handle, hidden_BH.contiguous().data_ptr(), num_rows, stride, logits_BV.data_ptr()
+            self._handle, hidden_BH.data_ptr(), num_rows, stride, logits_BV.data_ptr()
         )
         return logits_BV[:, :vocab_size]
 
