@@ -221,3 +221,15 @@ def test_protocols_have_at_most_five_methods() -> None:
     }
     assert len(counts) >= 6
     assert {name: count for name, count in counts.items() if count > 5} == {}
+
+
+def test_native_calls_get_no_address_of_something_that_nobody_holds() -> None:
+    """`x.contiguous().data_ptr()` is the address of memory that is free again before the call reads it."""
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Attribute) and node.attr in ("data_ptr", "ctypes")):
+                continue
+            if isinstance(node.value, ast.Call):
+                found.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    assert not found
