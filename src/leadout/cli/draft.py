@@ -88,19 +88,33 @@ def info(
         typer.echo(f"{name:<14} {figure}")
 
 
+_Sources = Annotated[
+    list[str],
+    typer.Option(metavar="DATA", help="FILE, FILE@PROMPT_KEY, TASK, TASK@ROWS or hub:ID; repeat to mix."),
+]
+_Out = Annotated[
+    Path, typer.Option(metavar="DIR", help="Folder of the drafter; an interrupted training goes on there.")
+]
+_Method = Annotated[Literal["eagle3", "parallel", "mtp", "small_model"], typer.Option(help="What is trained.")]
+_VocabSize = Annotated[int | None, typer.Option(min=1, help="Draft vocabulary of a new head; the policy's by default.")]
+_LayerIds = Annotated[
+    str | None, typer.Option(metavar="I,J,K", help="Layers whose input a new head reads; by default 2, L/2, L-3.")
+]
+_LearningRate = Annotated[
+    float | None, typer.Option(callback=finite, help="1e-3, or 1e-4 for a head to go on from, unless named here.")
+]
+_Start = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="A drafter to go on from; a small model must be named.")
+]
+_Form = Annotated[Literal["hf", "speculators"], typer.Option("--format", help="Form of the folder (eagle3, parallel).")]
+
+
 @draft.command()
 def train(
     model: Annotated[str, typer.Option(metavar="MODEL", help="The policy: alias, folder or hub id.")],
-    data: Annotated[
-        list[str],
-        typer.Option(metavar="DATA", help="FILE, FILE@PROMPT_KEY, TASK, TASK@ROWS or hub:ID; repeat to mix."),
-    ],
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of the drafter; an interrupted training goes on there.")
-    ],
-    method: Annotated[
-        Literal["eagle3", "parallel", "mtp", "small_model"], typer.Option(help="What is trained.")
-    ] = "eagle3",
+    data: _Sources,
+    out: _Out,
+    method: _Method = "eagle3",
     rollouts: Annotated[int, typer.Option(min=1, help="Rollouts to generate.")] = 2048,
     num_generations: Annotated[int, typer.Option(min=1, help="Rollouts of each prompt, which share its prefill.")] = 4,
     passes: Annotated[int, typer.Option(min=1, help="Times that each is learnt from.")] = 2,
@@ -108,27 +122,17 @@ def train(
     temperature: Annotated[
         float, typer.Option(callback=finite, min=0.01, help="Sampling temperature of the later run.")
     ] = 1.0,
-    vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Draft vocabulary of a new head; the policy's by default.")
-    ] = None,
-    layer_ids: Annotated[
-        str | None, typer.Option(metavar="I,J,K", help="Layers whose input a new head reads; by default 2, L/2, L-3.")
-    ] = None,
+    vocab_size: _VocabSize = None,
+    layer_ids: _LayerIds = None,
     loss_fn: Annotated[str, typer.Option(help="ce, kl, tv, lk or a sum such as ce+tv.")] = "lk",
     ttt_steps: Annotated[int, typer.Option(min=1, max=8, help="Unrolled steps.")] = 3,
     ttt_decay: Annotated[float, typer.Option(callback=finite, help="Weight of a step against the one before.")] = 0.8,
-    learning_rate: Annotated[
-        float | None, typer.Option(callback=finite, help="1e-3, or 1e-4 for a head to go on from, unless named here.")
-    ] = None,
+    learning_rate: _LearningRate = None,
     drafts: Annotated[int, typer.Option(min=1, max=8, help="Drafts of a round that are measured.")] = 3,
     held_out: Annotated[int, typer.Option(min=1, help="Most held-out prompts of each data set.")] = 48,
     measure_every: Annotated[int, typer.Option(min=1, help="Batches between measurements.")] = 4,
-    start: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A drafter to go on from; a small model must be named.")
-    ] = None,
-    form: Annotated[
-        Literal["hf", "speculators"], typer.Option("--format", help="Form of the folder (eagle3, parallel).")
-    ] = "hf",
+    start: _Start = None,
+    form: _Form = "hf",
     seed: Annotated[int, typer.Option(help="Of prompts, rollouts and the drafter's start.")] = 0,
 ) -> None:
     """Train a drafter on the policy's own rollouts; keeps the best by held-out acceptance.
