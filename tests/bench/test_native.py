@@ -138,7 +138,7 @@ def test_the_long_tail_is_one_cell_of_64_rows(leadout_run, policy, tmp_path):
             "--method history+eagle3: expected drafters by themselves in a profile, such as history,eagle3",
         ),
         (("--method", "ngram", "--draft", "x"), "--method ngram drafts without a model, got --draft x"),
-        (("--method", "eagle"), "--method: expected one of none, ngram, eagle3, parallel, mtp"),
+        (("--method", "eagle"), "--method: expected one of none, noisy_policy, eagle3, parallel, mtp, ngram"),
         (("--method", "ngram,eagle3"), "--method: several drafters go with --calibrate only, got 'ngram,eagle3'"),
         (
             ("--method", "ngram,small_model", "--draft", "x", "--calibrate", "x.json"),
