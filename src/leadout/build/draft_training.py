@@ -254,6 +254,8 @@ class _Session:
         student = self._trainer.student.frozen_copy()
         student.module.to(torch.bfloat16)
         if self._plan.format == "hf":
+            if isinstance(student, HeadStudent) and isinstance(student.head, Eagle3Head):
+                student.head.form = None
             student.save(self._out)
             if self._plan.method == "small_model":
                 copy_tokenizer(resolve(str(self._plan.init)), self._out)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from leadout.errors import ModelError
 from leadout.models.draft_head import Attention, DraftHead, Entry, GatedMLP, RMSNorm, linear
 from leadout.models.eagle3_spec import Eagle3Spec as Eagle3Spec
+from leadout.models.head_files import FileForm
 
 _SOME_ROWS = 8
 
@@ -40,6 +41,8 @@ class Eagle3Head(DraftHead):
     spec: Eagle3Spec
     d2t: Tensor | None
     t2d: Tensor | None
+    form: FileForm | None = None
+    """Of the files that it was read from."""
     borrows_output: bool = False
     """Whether its files held no output matrix, and the policy's was copied."""
 

@@ -21,6 +21,7 @@ from leadout.errors import ModelError
 from leadout.models.eagle3 import Eagle3Head, make_head
 from leadout.models.eagle3_spec import Eagle3Spec
 from leadout.models.head_files import (
+    FileForm,
     check_policy,
     check_tensors_fit,
     read_fields,
@@ -41,8 +42,25 @@ _SPECULATORS = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}
 
 
 def write_eagle3(head: Eagle3Head, folder: Path) -> None:
-    """Write a head in the Hugging Face form; each file appears whole or not at all."""
-    write_files(folder, hf_config(head), head.state_dict())
+    """Write a head as its files were, or in the Hugging Face form; each file appears whole or not at all.
+
+    An unchanged head gives the same bytes: names, fields and order of an earlier config are kept.
+    """
+    form, tensors = head.form, head.state_dict()
+    if form is None:
+        write_files(folder, hf_config(head), tensors)
+        return
+    if head.spec.mask_token_id is not None and "mask_embedding" not in form.names:
+        table_PH = tensors["embed_tokens.weight"].clone()
+        table_PH[head.spec.mask_token_id] = tensors.pop("mask_embedding")[0]
+        tensors["embed_tokens.weight"] = table_PH
+    if "t2d" not in form.names:
+        tensors.pop("t2d", None)
+    named = {
+        form.names.get(name, name): tensor.reshape(form.shapes.get(name, tensor.shape))
+        for name, tensor in tensors.items()
+    }
+    write_files(folder, form.config_for(head.dtype), named | dict(form.unused))
 
 
 def write_speculators(head: Eagle3Head, folder: Path, policy_embedding_PH: Tensor, *, policy: str, drafts: int) -> None:
@@ -116,7 +134,14 @@ def read_eagle3(
     spec = read_spec(folder)
     _check_layer_ids(spec, folder, num_layers)
     check_policy(spec, folder, policy, target_hidden_size)
-    tensors = _canonical(read_tensors(folder), spec)
+    held = read_tensors(folder)
+    tensors = _canonical(held, spec)
+    form = FileForm(
+        config=(folder / "config.json").read_text(encoding="utf-8"),
+        names={_own_name(name): name for name in held if _own_name(name) in tensors},
+        shapes={_own_name(name): tensor.shape for name, tensor in held.items()},
+        unused={name: tensor for name, tensor in held.items() if _own_name(name) not in tensors},
+    )
     borrows = False
     if "lm_head.weight" not in tensors and policy is not None and not spec.is_reduced:
         lent_VH = policy.get("lm_head.weight", policy["model.embed_tokens.weight"])
@@ -125,7 +150,7 @@ def read_eagle3(
             tensors["lm_head.weight"] = lent_VH.detach().to(tensors["fc.weight"].dtype).clone()
             logger.warning("%s holds no lm_head.weight: the head starts from a copy of the policy's", folder)
     head = head_of_tensors(spec, tensors, str(folder))
-    head.borrows_output = borrows
+    head.borrows_output, head.form = borrows, form
     return head
 
 
@@ -225,14 +250,15 @@ def _check_layer_ids(spec: Eagle3Spec, folder: Path, num_layers: int | None) -> 
         )
 
 
+def _own_name(name: str) -> str:
+    """A tensor's name in the head, from its name in a file."""
+    name = name.removeprefix("model.")
+    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+
+
 def _canonical(tensors: Mapping[str, Tensor], spec: Eagle3Spec) -> dict[str, Tensor]:
     """Published names; the identity map that some exporters write for a full vocabulary is dropped."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        name = name.removeprefix("model.")
-        if name.startswith("layers.0."):
-            name = "midlayer." + name.removeprefix("layers.0.")
-        renamed[name] = tensor
+    renamed = {_own_name(name): tensor for name, tensor in tensors.items()}
     if not spec.is_reduced and "d2t" in renamed and not renamed["d2t"].any():
         renamed.pop("d2t")
         renamed.pop("t2d", None)

@@ -11,6 +11,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,38 @@ _NESTED = ("transformer_layer_config", "eagle_config")
 """Objects in a config whose fields belong to the head: of the speculators form, and of older EAGLE-3 heads."""
 
 
-def write_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """`config.json` and `model.safetensors`, tensors in their present dtype."""
+@dataclass(frozen=True, slots=True)
+class FileForm:
+    """How the files of a head were written, so that they can be written the same way again."""
+
+    config: str
+    """Text of `config.json`."""
+    names: Mapping[str, str]
+    """Name in the file of each of the head's tensors that it holds."""
+    shapes: Mapping[str, torch.Size]
+    """Their shapes there, by the same key."""
+    unused: Mapping[str, Tensor]
+    """Tensors that the head does without, such as the map of a whole vocabulary."""
+
+    def config_for(self, dtype: torch.dtype) -> str:
+        """The same text, but for the dtype where that is another one now."""
+        config = json.loads(self.config)
+        name = str(dtype).removeprefix("torch.")
+        places = [part for part in (config, *(config.get(nested, {}) for nested in _NESTED)) if isinstance(part, dict)]
+        changed = [(part, key) for part in places for key in ("torch_dtype", "dtype") if part.get(key, name) != name]
+        if not changed:
+            return self.config
+        for part, key in changed:
+            part[key] = name
+        return json.dumps(config, indent=2) + "\n"
+
+
+def write_files(folder: Path, config: Mapping[str, Any] | str, tensors: Mapping[str, Tensor]) -> None:
+    """`config.json`, from its fields or its text, and `model.safetensors`, tensors in their present dtype."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     _replace(folder / "model.safetensors", lambda path: save_file(plain, path, metadata={"format": "pt"}))
-    text = json.dumps(config, indent=2) + "\n"
+    text = config if isinstance(config, str) else json.dumps(config, indent=2) + "\n"
     _replace(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
 
 
