@@ -73,10 +73,10 @@ def load_head(
     return head
 
 
-def small_model_folder(model: str | None, option: str = "speculative_config.model") -> Path:
+def small_model_folder(model: str | None) -> Path:
     """The folder of a small model; raises ModelError naming the option."""
     assert model is not None, "the section checks it"
-    with about(option):
+    with about("speculative_config.model"):
         return resolve(model)
 
 

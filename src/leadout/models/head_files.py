@@ -7,6 +7,7 @@ one line.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import tempfile
@@ -112,7 +113,7 @@ def read_shape(fields: Mapping[str, Any], path: Path, make: Callable[[dict[str, 
                 "num_kv_heads": whole(fields, "num_key_value_heads", heads),
                 "head_dim": head_dim,
                 "intermediate_size": whole(fields, "intermediate_size"),
-                "rms_norm_eps": float(fields["rms_norm_eps"]),
+                "rms_norm_eps": _number(fields, "rms_norm_eps"),
                 "rope": RopeSpec.from_config(fields, head_dim),
                 "max_position_embeddings": whole(fields, "max_position_embeddings"),
                 "vocab_size": whole(fields, "vocab_size"),
@@ -124,8 +125,15 @@ def read_shape(fields: Mapping[str, Any], path: Path, make: Callable[[dict[str, 
         ) from error
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{path}: expected a number in rms_norm_eps, got {fields['rms_norm_eps']!r}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ModelError(f"{path}: expected numbers in the head's fields, got {error}") from error
+
+
+def _number(fields: Mapping[str, Any], name: str) -> float:
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ModelError(f"expected a number in {name}, got {value!r}")
+    return float(value)
 
 
 def whole(fields: Mapping[str, Any], name: str, missing: int | None = None) -> int:
@@ -133,13 +141,13 @@ def whole(fields: Mapping[str, Any], name: str, missing: int | None = None) -> i
 
     Raises KeyError where it must be there, ModelError naming it where it holds something else.
     """
-    value = fields.get(name)
-    if value is None and missing is not None:
+    if fields.get(name) is None:
+        if missing is None:
+            raise KeyError(name)
         return missing
-    if value is None:
-        raise KeyError(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise ModelError(f"expected a whole number in {name}, got {value!r}")
+    value = _number(fields, name)
+    if value != int(value):
+        raise ModelError(f"expected a whole number in {name}, got {fields[name]!r}")
     return int(value)
 
 
