@@ -338,9 +338,24 @@ class Train(Section):
 class Pipeline(Section):
     """When stages run."""
 
-    mode: Literal["sync"] = "sync"
-    max_staleness: Annotated[int, Field(ge=0, le=0)] = 0
+    mode: Literal["sync", "async"] = "sync"
+    """`async` generates the next batch while the learner trains on the present one."""
+    max_staleness: Annotated[int, Field(ge=0, le=1)] | None = None
+    """Policy versions that rollouts may be old when they are learnt from; null is 0 in mode sync, 1 in mode async."""
     max_steps: Positive = 20
+
+    @property
+    def staleness(self) -> int:
+        """The bound in numbers."""
+        return int(self.mode == "async") if self.max_staleness is None else self.max_staleness
+
+    @model_validator(mode="after")
+    def _only_async_makes_stale_rollouts(self) -> Pipeline:
+        if self.mode == "sync" and self.staleness:
+            raise ValueError(
+                f"max_staleness {self.staleness} needs mode: async, got mode: sync, whose rollouts are never stale"
+            )
+        return self
 
 
 class RewardFunction(Section):
@@ -421,6 +436,22 @@ class RunConfig(Section):
         if value is not None and (value in ("", ".", "..") or not value.isprintable() or re.search(r"[/\\]", value)):
             raise ValueError(f"expected the name of a folder under output_dir, without / or .., got {value!r:.80}")
         return value
+
+    @model_validator(mode="after")
+    def _stale_rollouts_are_corrected(self) -> RunConfig:
+        if not self.pipeline.staleness:
+            return self
+        if not self.grpo.importance_sampling_correction:
+            raise ValueError(
+                "pipeline.mode: async learns from rollouts of older weights; expected "
+                "grpo.importance_sampling_correction: true, got false (or set pipeline.max_staleness: 0)"
+            )
+        if self.audit.every:
+            raise ValueError(
+                "audit.every compares rollouts with the weights that learn from them, and pipeline.mode: async has "
+                f"those of older ones; expected 0, got {self.audit.every} (or set pipeline.max_staleness: 0)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:

@@ -15,21 +15,31 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from leadout.errors import CapacityError, ConfigError
-from leadout.records import StepReport
+from leadout.records import Stage, StepReport
 
 Row = Mapping[str, float | int | str]
 
 
 def metric_row(report: StepReport) -> dict[str, float | int | str]:
-    """A step report as one flat row: `step`, `version`, its metrics, `seconds/STAGE` and `seconds/total`."""
+    """A step report as one flat row: `step`, `version`, its metrics, `seconds/STAGE` and `seconds/total`.
+
+    Where stages overlap, `exposed/STAGE` too, which add up to the total.
+    """
     row: dict[str, float | int | str] = {"step": report.step, "version": report.version}
     row |= {name: value for name, value in report.metrics.items() if isinstance(value, str) or math.isfinite(value)}
     nonfinite = 2 + len(report.metrics) - len(row)
     if nonfinite:
         row["nonfinite"] = nonfinite
     row |= {f"seconds/{stage}": seconds for stage, seconds in report.seconds.items()}
-    row["seconds/total"] = sum(report.seconds.values())
+    if report.exposed is not None:
+        row |= {f"exposed/{stage}": seconds for stage, seconds in report.exposed.items()}
+    row["seconds/total"] = sum(report.wall.values())
     return row
+
+
+def wall_seconds(row: Mapping[str, float], stage: Stage) -> float:
+    """Seconds by which a stage made the step of a row longer."""
+    return row.get(f"exposed/{stage}", row.get(f"seconds/{stage}", 0.0))
 
 
 def is_disk_full(error: OSError) -> bool:

@@ -405,9 +405,16 @@ class StepReport:
     version: int
     """Policy version that made the rollouts."""
     seconds: Mapping[Stage, float]
-    """Wall seconds of each stage."""
+    """Seconds of each stage."""
     metrics: Mapping[str, float | str]
     """Everything else, by metric name."""
+    exposed: Mapping[Stage, float] | None = None
+    """Those of them that no other stage hid, which add up to the step; None: all."""
+
+    @property
+    def wall(self) -> Mapping[Stage, float]:
+        """Seconds by which each stage made the step longer."""
+        return self.seconds if self.exposed is None else self.exposed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import pytest
 
 from leadout.draft_length.controller import FixedLength, GoodputLength, RoundOutcome
 from leadout.draft_length.costs import CostProfile
+from leadout.draft_length.load import Load
 from tests.draft_length.machine import Machine, settle
 
 
@@ -73,7 +74,7 @@ def test_speculation_goes_off_when_the_drafter_has_become_useless():
 def test_a_gain_below_five_percent_does_not_start_drafting():
     length = GoodputLength(1, CostProfile({1: 1.0, 2: 1.25}, {1: 1e-6}, frozen=True))
     length._probing.rounds_off = 0
-    gain = length.forecast(1)[1] / length.forecast(1)[0]
+    gain = length.forecast(1, Load())[1] / length.forecast(1, Load())[0]
     assert 1.03 < gain < 1.02 * 1.03
     assert length.choose(1).num_drafts == 0
     cheaper = GoodputLength(1, CostProfile({1: 1.0, 2: 1.2}, {1: 1e-6}, frozen=True))
@@ -105,7 +106,7 @@ def test_where_rows_of_equal_length_wait_for_the_slowest_a_small_gain_is_left_al
         for _ in range(200):
             length.record(ended(4, at_limit))
             length.acceptance.record(np.array([1, 1, 1, 1]), np.array([1, 0, 0, 0]), 1)
-        return length.choose(4, remaining=32.0, spread=spread).num_drafts
+        return length.choose(4, lambda: Load(remaining=32.0, spread=spread)).num_drafts
 
     assert chosen(at_limit=4, spread=0.0) == 0
     assert chosen(at_limit=4, spread=1.0) == 1, "lengths differ anyway"
@@ -117,8 +118,8 @@ def test_catching_up_is_charged_over_the_rounds_that_remain():
     costs = CostProfile({1: 1.0, 100: 1.0}, {1: 0.001}, frozen=True)
     length = GoodputLength(1, costs)
     length._probing.rounds_off = 0
-    assert length.choose(1, backlog=100, remaining=1.0).num_drafts == 1
-    forecast = length.forecast(1, backlog=100, remaining=13.0)
+    assert length.choose(1, lambda: Load(backlog=100, remaining=1.0)).num_drafts == 1
+    forecast = length.forecast(1, Load(backlog=100, remaining=13.0))
     assert forecast[1] == pytest.approx(1.3 / (1.001 + 0.1 / 10))
     assert forecast[0] == pytest.approx(1.0)
 

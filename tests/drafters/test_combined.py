@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 
 from leadout.draft_length.controller import Choice
+from leadout.draft_length.load import Load
 from leadout.draft_length.source_choice import SourceChoice
 from leadout.drafters.combined import CombinedDrafter
 from leadout.drafters.history import HistoryDrafter
@@ -158,7 +159,7 @@ def test_measurements_and_history_survive_a_resume():
 class Prefix:
     """A probe every round: only the first row is asked for drafts."""
 
-    def choose(self, rows, *, backlog=0, remaining=0.0, spread=0.0):
+    def choose(self, rows, load=Load):
         return Choice(2, 1)
 
     def record(self, outcome):

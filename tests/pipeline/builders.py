@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from pathlib import Path
 
 from rich.console import Console
 
 from leadout.clock import Clock
+from leadout.pipeline.asynchronous import AsynchronousPipeline
 from leadout.pipeline.evaluate import Evaluation
 from leadout.pipeline.folder import RunFolder
 from leadout.pipeline.progress import Progress
@@ -17,9 +19,14 @@ from leadout.pipeline.synchronous import SynchronousPipeline
 from tests.fakes import FakeGenerator, FakeLearner, FakeScorer, FakeSource, make_params, make_prompt
 
 
-def make_pipeline(generator=None, learner=None, clock=None, source=None) -> SynchronousPipeline:
-    """Two prompts of two rollouts each per step."""
-    return SynchronousPipeline(
+def make_pipeline(
+    generator=None, learner=None, clock=None, source=None, staleness=None, last_step=7
+) -> SynchronousPipeline:
+    """Two prompts of two rollouts each per step; asynchronous where a staleness is given."""
+    make = SynchronousPipeline
+    if staleness is not None:
+        make = functools.partial(AsynchronousPipeline, max_staleness=staleness, last_step=last_step)
+    return make(
         source=source or FakeSource(),
         generator=generator or FakeGenerator(k=None),
         scorer=FakeScorer(),
@@ -49,6 +56,7 @@ def make_run(path: Path, pipeline=None, max_steps=7, evaluate=True, console=None
         progress=Progress(console or Console(file=io.StringIO(), width=200), max_steps),
         max_steps=max_steps,
         evaluation=evaluation if evaluate else None,
-        stateful={"generator": pipeline.generator},
+        stateful={"generator": pipeline.generator}
+        | ({"pipeline": pipeline} if isinstance(pipeline, AsynchronousPipeline) else {}),
         **{"checkpoint_every": 3, "evaluate_every": 2, **options},
     )

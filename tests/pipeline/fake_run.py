@@ -1,5 +1,6 @@
-"""A run on fakes as a process of its own, which can kill itself: `python -m tests.pipeline.fake_run FOLDER [WHERE N]`.
+"""A run on fakes as a process of its own, which can kill itself.
 
+`python -m tests.pipeline.fake_run FOLDER STALENESS [WHERE N]`: STALENESS is `sync` or that of an asynchronous run.
 WHERE is `rollout` (while generating the N-th rollout of this process), `save` (inside the N-th checkpoint, half
 written), `row` (after half of the row of step N) or `never`.
 """
@@ -64,7 +65,7 @@ class MortalLines(JsonLines):
         super().append(rows)
 
 
-def main(folder: str, where: str = "never", count: str = "0") -> None:
+def main(folder: str, staleness: str, where: str = "never", count: str = "0") -> None:
     """Run to the end or to the death."""
     number = int(count)
     generator = MortalGenerator(k=None, left=number if where == "rollout" else 10**9)
@@ -74,7 +75,8 @@ def main(folder: str, where: str = "never", count: str = "0") -> None:
 
         MortalLines.step = number
         leadout.pipeline.run.JsonLines = MortalLines
-    pipeline = make_pipeline(generator=generator, learner=learner)
+    ahead = {} if staleness == "sync" else {"staleness": int(staleness), "last_step": STEPS}
+    pipeline = make_pipeline(generator=generator, learner=learner, **ahead)
     make_run(Path(folder), pipeline, max_steps=STEPS, console=Console(file=sys.stdout, width=200)).train()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leadout.draft_length.controller import Choice, RoundOutcome
+from leadout.draft_length.load import Load
 from leadout.drafters.head_drafter import HeadDrafter
 from leadout.drafters.ngram import NgramDrafter
 from leadout.interfaces import Draft, DraftProbs
@@ -240,7 +242,7 @@ class HistoryLength:
     def __init__(self) -> None:
         self.history = 0
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = 0.0, spread: float = 0.0) -> Choice:
+    def choose(self, rows: int, load: Callable[[], Load] = Load) -> Choice:
         return Choice(self.history % 4, 1 + self.history % rows)
 
     def record(self, outcome: RoundOutcome) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ from leadout.bench.contender import Sample
 from leadout.bench.memory import peak_bytes, reset_peak
 from leadout.bench.workload import Workload
 from leadout.draft_length.controller import Choice, DraftLength, RoundOutcome
+from leadout.draft_length.load import Load
 from leadout.pipeline.generate import generate
 from leadout.pipeline.rollout_metrics import speculation_metrics
 from leadout.records import Request, Rollout, RolloutId, SamplingParams
@@ -41,9 +41,9 @@ class TimedLength:
         self._inner = inner
         self.rounds: list[Round] = []
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf, spread: float = math.inf) -> Choice:
+    def choose(self, rows: int, load: Callable[[], Load] = Load) -> Choice:
         """As the inner one says."""
-        return self._inner.choose(rows, backlog=backlog, remaining=remaining, spread=spread)
+        return self._inner.choose(rows, load)
 
     def record(self, outcome: RoundOutcome) -> None:
         """Note the time, then pass on."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +23,13 @@ from leadout.config import RunConfig
 from leadout.data.order import ShuffledPrompts
 from leadout.draft_length.controller import FixedLength
 from leadout.errors import LeadoutError
-from leadout.interfaces import Stateful
+from leadout.interfaces import Scorer, Stateful
 from leadout.metrics import read_rows
 from leadout.models.decoder import FusedDecoder
 from leadout.models.draft_head import DraftHead
 from leadout.models.head_io import write_head
 from leadout.models.mtp_io import has_mtp
+from leadout.pipeline.asynchronous import AsynchronousPipeline
 from leadout.pipeline.closing import CASES, Case, close_run
 from leadout.pipeline.closing_table import print_closing
 from leadout.pipeline.evaluate import Evaluation
@@ -39,6 +41,7 @@ from leadout.pipeline.synchronous import FinishedStep, SynchronousPipeline
 from leadout.recipe import dump
 from leadout.report.page import write_report
 from leadout.rollout.engine import NativeGenerator
+from leadout.train.learner import LocalLearner
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +112,25 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
         folder = RunFolder.create(config.output_dir / (config.name or "run"), dump(config))
         _write_start(head, folder)
     progress = Progress(console, config.pipeline.max_steps)
-    pipeline = SynchronousPipeline(
+    pipeline = _make_pipeline(config, inputs, generator, scorer, learner, Clock(on_enter=progress.enter_stage))
+    stateful: dict[str, Stateful] = {"generator": generator}
+    if isinstance(pipeline, AsynchronousPipeline):
+        stateful["pipeline"] = pipeline
+    if auditor is not None:
+        stateful["auditor"] = auditor
+    run = _make_run(config, inputs, folder, pipeline, progress, generator, stateful)
+    return RunParts(run=run, generator=generator)
+
+
+def _make_pipeline(
+    config: RunConfig, inputs: Inputs, generator: NativeGenerator, scorer: Scorer, learner: LocalLearner, clock: Clock
+) -> SynchronousPipeline:
+    make: Callable[..., SynchronousPipeline] = SynchronousPipeline
+    if config.pipeline.mode == "async":
+        make = functools.partial(
+            AsynchronousPipeline, max_staleness=config.pipeline.staleness, last_step=config.pipeline.max_steps
+        )
+    return make(
         source=ShuffledPrompts(inputs.data.prompts.prompts, seed=config.seed, shuffle=config.data.shuffle),
         generator=generator,
         scorer=scorer,
@@ -117,15 +138,10 @@ def build_run(config: RunConfig, *, resume: Path | None, console: Console) -> Ru
         params=inputs.params,
         num_prompts=config.rollout.num_prompts,
         num_generations=config.rollout.num_generations,
-        clock=Clock(on_enter=progress.enter_stage),
+        clock=clock,
         draws=DrawCounter(),
         frozen_drafter=_drafts_with_a_model(config) and not config.trains_drafter,
     )
-    stateful: dict[str, Stateful] = {"generator": generator}
-    if auditor is not None:
-        stateful["auditor"] = auditor
-    run = _make_run(config, inputs, folder, pipeline, progress, generator, stateful)
-    return RunParts(run=run, generator=generator)
 
 
 def _write_start(head: DraftHead | None, folder: RunFolder) -> None:

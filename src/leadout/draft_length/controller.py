@@ -7,7 +7,7 @@ never on the token about to be drawn or on rejected drafts: either would bias wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from leadout.draft_length.acceptance import AcceptanceStats
 from leadout.draft_length.costs import CostProfile
 from leadout.draft_length.exploring import OPTIMISM, worth_exploring
 from leadout.draft_length.goodput import LEAST_GAIN, best_draft_length
+from leadout.draft_length.load import Load
 from leadout.draft_length.probing import Probing
 from leadout.draft_length.ragged import Endings, waiting_factor
 
@@ -70,13 +71,8 @@ class RoundOutcome:
 class DraftLength(Protocol):
     """Chooses k."""
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf, spread: float = math.inf) -> Choice:
-        """Drafts for a round of `rows` live rows.
-
-        `backlog`: tokens, over all rows, that the drafter would first have to catch up on; `remaining`: mean tokens
-        that the rows may still generate, over which that pays back; `spread`: their standard deviation over their mean,
-        infinite where other rows wait for the places of those that end.
-        """
+    def choose(self, rows: int, load: Callable[[], Load] = Load) -> Choice:
+        """Drafts for a round of `rows` live rows; `load` says more of them, and is called only where that matters."""
         ...
 
     def record(self, outcome: RoundOutcome) -> None:
@@ -98,7 +94,7 @@ class FixedLength:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf, spread: float = math.inf) -> Choice:
+    def choose(self, rows: int, load: Callable[[], Load] = Load) -> Choice:
         """k, whatever the load."""
         return Choice(self._num_drafts, rows)
 
@@ -140,7 +136,7 @@ class GoodputLength:
         self._decided: tuple[int, int] = (0, 0)
         """Rows of the latest decision and rounds since."""
 
-    def choose(self, rows: int, *, backlog: int = 0, remaining: float = math.inf, spread: float = math.inf) -> Choice:
+    def choose(self, rows: int, load: Callable[[], Load] = Load) -> Choice:
         """Drafts for the next round."""
         if not self.costs.is_frozen and not self.costs.forward.knows(rows):
             return Choice(0, rows)
@@ -148,7 +144,7 @@ class GoodputLength:
             # One round to see what it costs is not speculation that has started.
             if self._before is None:
                 self._probing.rest()
-        elif self._probing.is_due(rows, self._max_length, self.acceptance.num_asked, self.costs, backlog):
+        elif self._probing.is_due(rows, self._max_length, self.acceptance.num_asked, self.costs, load):
             return Choice(*self._probing.shape(rows, self._max_length))
         self._rounds_on = self._rounds_on + 1 if self._current else 0
         refresh = _REFRESH_AFTER if self._gain > _NARROW else _REFRESH_NARROW_AFTER
@@ -157,17 +153,18 @@ class GoodputLength:
             return Choice(0, rows)
         decided_for, age = self._decided
         if rows != decided_for or age >= (_DECIDE_EVERY if self._current else _DECIDE_EVERY_OFF):
-            self._decide(rows, backlog, remaining, spread)
+            now = load()
+            self._decide(rows, now)
             # Tries are judged at once; the first round pays for catching up and says little of the drafts themselves.
-            age = _DECIDE_EVERY - (2 if backlog else 1) if self._before is not None else 0
+            age = _DECIDE_EVERY - (2 if now.backlog else 1) if self._before is not None else 0
         self._decided = rows, age + 1
         self._since_look += 1
         return Choice(self._current, rows)
 
-    def _decide(self, rows: int, backlog: int, remaining: float, spread: float) -> None:
+    def _decide(self, rows: int, load: Load) -> None:
         """Set the present k, and whether that is a try of a size whose cost is in doubt."""
         tokens_K, verified_K = self._expected()
-        seconds_K = self._round_seconds(rows, verified_K, tokens_K, backlog, remaining, spread)
+        seconds_K = self._round_seconds(rows, verified_K, tokens_K, load)
         seconds_K[1:] *= LEAST_GAIN
         best = int(best_draft_length(tokens_K, seconds_K[:, None])[0])
         goodput_K = tokens_K / seconds_K
@@ -184,7 +181,7 @@ class GoodputLength:
             return
         hoped_K = self._expected(OPTIMISM)[0]
         hoped_K[self._current] = tokens_K[self._current]
-        catch_up = self.costs.catch_up_seconds(backlog)
+        catch_up = self.costs.catch_up_seconds(load.backlog)
         tried = worth_exploring(
             self.costs, rows, self._current, self._since_look, hoped_K, verified_K, seconds_K, catch_up
         )
@@ -194,15 +191,13 @@ class GoodputLength:
     def _margin(self, best: int) -> float:
         return _HYSTERESIS_LENGTHS if best and self._current else _HYSTERESIS
 
-    def forecast(
-        self, rows: int, *, backlog: int = 0, remaining: float = math.inf, spread: float = math.inf
-    ) -> npt.NDArray[np.float64]:
+    def forecast(self, rows: int, load: Load) -> npt.NDArray[np.float64]:
         """f64[K+1]: tokens per second for k = 0..K at this load, catching up spread over the rounds that remain.
 
         The seconds are those of one pace of the machine, not of this minute: only ratios have a meaning.
         """
         tokens_K, verified_K = self._expected()
-        seconds_K = self._round_seconds(rows, verified_K, tokens_K, backlog, remaining, spread)
+        seconds_K = self._round_seconds(rows, verified_K, tokens_K, load)
         return np.asarray(rows * tokens_K / seconds_K)
 
     def _expected(self, optimism: float = 0.0) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -212,21 +207,15 @@ class GoodputLength:
         return tokens_K, 1.0 + coverage * self.acceptance.expected_drafts()
 
     def _round_seconds(
-        self,
-        rows: int,
-        verified_K: npt.NDArray[np.float64],
-        tokens_K: npt.NDArray[np.float64],
-        backlog: int,
-        remaining: float,
-        spread: float,
+        self, rows: int, verified_K: npt.NDArray[np.float64], tokens_K: npt.NDArray[np.float64], load: Load
     ) -> npt.NDArray[np.float64]:
         """f64[K+1]: forecast seconds of a round, its share of catching up and of waiting for other rows included."""
         seconds_K = np.array([self.costs.round_seconds(rows, k, rows * float(v)) for k, v in enumerate(verified_K)])
-        rounds_K = np.maximum(remaining / tokens_K, 1.0)
-        seconds_K[1:] += self.costs.catch_up_seconds(backlog) / rounds_K[1:]
+        rounds_K = np.maximum(load.remaining / tokens_K, 1.0)
+        seconds_K[1:] += self.costs.catch_up_seconds(load.backlog) / rounds_K[1:]
         uneven_K = self.acceptance.committed_variance()
         to_limit, share = rows * self._endings.share_at_limit, self.costs.fixed_share(rows)
-        return seconds_K * waiting_factor(to_limit, share, spread, remaining, tokens_K, uneven_K)
+        return seconds_K * waiting_factor(to_limit, share, load.spread, load.remaining, tokens_K, uneven_K)
 
     def record(self, outcome: RoundOutcome) -> None:
         """Update acceptance and costs."""

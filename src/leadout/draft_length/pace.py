@@ -13,6 +13,7 @@ have a meaning: the pace at which nothing was measured yet counts as 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,11 +65,11 @@ class Levels:
     @property
     def pace(self) -> float:
         """Seconds of now for a second of the levels."""
-        return float(np.exp(self._mean_N[0]))
+        return math.exp(self._mean_N[0])
 
     def record(self, kind: str, size: int, seconds: float, noise: float = 1.0) -> None:
         """Take one measurement, > 0 seconds; `noise`: standard deviation as a multiple of the usual one."""
-        value, variance = float(np.log(seconds)), (noise * _NOISE) ** 2
+        value, variance = math.log(seconds), (noise * _NOISE) ** 2
         self.version += 1
         place = self._index.get((kind, size))
         if place is None:
@@ -84,11 +85,11 @@ class Levels:
             variance *= _EARLY_NOISE[self._measured[place]] ** 2
         shared_N = self._covariance_NN[0] + self._covariance_NN[place]
         total = float(shared_N[0] + shared_N[place]) + variance
-        reach = _FARTHEST * np.sqrt(total)
-        surprise = value - self._mean_N[0] - self._mean_N[place]
+        reach = _FARTHEST * math.sqrt(total)
+        surprise = value - float(self._mean_N[0] + self._mean_N[place])
         gain_N = shared_N / total
-        self._mean_N += gain_N * np.clip(surprise, -reach, reach)
-        self._covariance_NN -= np.outer(gain_N, shared_N)
+        self._mean_N += gain_N * min(max(surprise, -reach), reach)
+        self._covariance_NN -= gain_N[:, None] * shared_N
         self._measured[place] += 1
         if abs(surprise) > reach and self._measured[place] <= _YOUNG:
             self._covariance_NN[place, place] += _SHAKEN**2

@@ -9,7 +9,7 @@ together lose at most 1 % of the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from leadout.draft_length.acceptance import AcceptanceStats
 from leadout.draft_length.costs import CostProfile
 from leadout.draft_length.goodput import LEAST_GAIN
+from leadout.draft_length.load import Load
 
 _PROBE_AFTER, _PROBE_AT_LATEST = 60, 100
 """Rounds from one probe to the next in the tail of a batch, and elsewhere."""
@@ -65,7 +66,9 @@ class Probing:
         """Drafting has started: the next wait is a short one."""
         self._patience, self._hopes, self._saved = 1, 0, 0.0
 
-    def is_due(self, rows: int, max_length: int, num_asked: float, costs: CostProfile, backlog: int) -> bool:
+    def is_due(
+        self, rows: int, max_length: int, num_asked: float, costs: CostProfile, load: Callable[[], Load]
+    ) -> bool:
         """Whether the next round is a probe; asked once for every round without drafts.
 
         Args:
@@ -73,7 +76,7 @@ class Probing:
             max_length: Most drafts of a row.
             num_asked: Row-rounds from which acceptance is known.
             costs: What rounds cost.
-            backlog: Tokens, over all rows, that the drafter would have to catch up on.
+            load: Says what the drafter would have to catch up on.
 
         """
         self.rounds_off += 1
@@ -83,7 +86,7 @@ class Probing:
             wait = min(self._patience * _PROBE_AFTER, _PROBE_AT_LATEST) if in_tail else _PROBE_AT_LATEST
             if self.rounds_off <= max(_NEXT_PROBE_AFTER if self._hopes else wait, self._too_dear_until):
                 return False
-            loss = _loss(costs, rows, *self.shape(rows, max_length), backlog) - _PROBE_LOSS * self.rounds_off
+            loss = _loss(costs, rows, *self.shape(rows, max_length), load().backlog) - _PROBE_LOSS * self.rounds_off
             if loss > self._saved:
                 # A forecast in every round is more than a resting drafter should cost.
                 halfway = int(0.5 * (loss - self._saved) / _PROBE_LOSS)

@@ -81,7 +81,7 @@ class HeadDrafter:
         self._tokens_SM = torch.zeros((num_slots, _GROW), dtype=torch.int64, device=device)
         self._backlog_S = np.zeros(num_slots, np.int64)
         self._longest_backlog = max_len + _AHEAD
-        self._unwritten: list[tuple[npt.NDArray[np.int64], torch.Tensor, torch.Tensor]] = []
+        self._unwritten: list[tuple[Sequence[int], torch.Tensor, torch.Tensor]] = []
         """Plain steps not yet in the backlog, slots, tokens and taps of each: writing many at once costs as one."""
         self.version = 0
 
@@ -137,14 +137,14 @@ class HeadDrafter:
         taps_BNF: torch.Tensor | None,
     ) -> None:
         """Append entries to the backlog."""
-        slots_B = np.array(slots, np.int64)
         if tokens_BN.shape[1] == 1 and taps_BNF is not None:
             # After a plain step: what a drafter that rests costs.
-            self._unwritten.append((slots_B, tokens_BN[:, 0], taps_BNF[:, 0]))
+            self._unwritten.append((slots, tokens_BN, taps_BNF))
             if len(self._unwritten) >= _MOST_UNWRITTEN:
                 self._write_steps()
             return
         self._write_steps()
+        slots_B = np.array(slots, np.int64)
         column_N = np.arange(tokens_BN.shape[1])
         mask_BN = column_N < counts_B[:, None]
         mask = torch.from_numpy(mask_BN).to(self._device)
@@ -158,12 +158,19 @@ class HeadDrafter:
         if not self._unwritten:
             return
         steps, self._unwritten = self._unwritten, []
-        places = []
-        for slots_B, _, _ in steps:
+        places, slots = [], []
+        for slots_of_step, _, _ in steps:
+            slots_B = np.array(slots_of_step, np.int64)
+            slots.append(slots_B)
             places.append(self._backlog_S[slots_B])
             self._backlog_S[slots_B] += 1
-        slots, tokens, taps = zip(*steps, strict=True)
-        self._write(np.concatenate(slots), np.concatenate(places), torch.cat(tokens), torch.cat(taps))
+        _, tokens, taps = zip(*steps, strict=True)
+        self._write(
+            np.concatenate(slots),
+            np.concatenate(places),
+            torch.cat(tokens)[:, 0],
+            torch.cat(taps)[:, 0],
+        )
 
     def _write(
         self,

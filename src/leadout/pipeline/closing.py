@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from leadout.interfaces import Generator
+from leadout.metrics import wall_seconds
 from leadout.pipeline.generate import generate
 from leadout.pipeline.rollout_metrics import acceptance_by_position, committed_per_round, speculation_metrics
 from leadout.records import Request, Rollout, Stage
@@ -116,10 +117,8 @@ def step_speedup(stage_seconds: Mapping[Stage, float], speedup: float, run_speed
 
 
 def mean_stage_seconds(rows: Sequence[Mapping[str, float]]) -> dict[Stage, float]:
-    """Mean of `seconds/STAGE` over rows of metrics.jsonl; 0 without rows."""
-    return {
-        stage: statistics.fmean([row.get(f"seconds/{stage}", 0.0) for row in rows]) if rows else 0.0 for stage in Stage
-    }
+    """Mean seconds by which a stage made the steps of these rows of metrics.jsonl longer; 0 without rows."""
+    return {stage: statistics.fmean([wall_seconds(row, stage) for row in rows]) if rows else 0.0 for stage in Stage}
 
 
 def mean_drafter_seconds(rows: Sequence[Mapping[str, float]]) -> float:

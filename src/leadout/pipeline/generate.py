@@ -6,25 +6,40 @@ rewards, groups and files never depend on timing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from leadout.errors import LeadoutError
 from leadout.interfaces import Generator
 from leadout.records import Group, Request, Rollout, RolloutId, Score
 
+_PATIENCE = 0.2
+"""Seconds after which a generation that may be stopped is asked whether it was."""
 
-def generate(generator: Generator, requests: Sequence[Request]) -> list[Rollout]:
+
+class StoppedError(Exception):
+    """A generation was given up; the generator is idle."""
+
+
+def generate(
+    generator: Generator, requests: Sequence[Request], stopped: Callable[[], bool] | None = None
+) -> list[Rollout]:
     """One rollout per request, in the order of the requests.
 
     Raises:
         LeadoutError: the generator left requests unanswered or answered what nobody asked for.
+        StoppedError: `stopped`, which is asked now and then, said so.
 
     """
     generator.submit(requests)
     finished: dict[RolloutId, Rollout] = {}
     while len(finished) < len(requests):
-        rollouts = generator.collect()
-        if not rollouts:
+        asked = time.monotonic()
+        rollouts = generator.collect(None if stopped is None else _PATIENCE)
+        if stopped is not None and stopped():
+            generator.cancel([request.rollout_id for request in requests])
+            raise StoppedError
+        if not rollouts and (stopped is None or time.monotonic() - asked < _PATIENCE):
             break
         finished.update((rollout.request_id, rollout) for rollout in rollouts)
     wanted = [request.rollout_id for request in requests]

@@ -39,8 +39,8 @@ def describe_step(report: StepReport, max_steps: int) -> str:
         value = report.metrics.get(name)
         if value is not None and not isinstance(value, str):
             parts.append(f"{label} {value:{shape}}")
-    total = sum(report.seconds.values())
-    longest = sorted(report.seconds.items(), key=lambda item: -item[1])[:2]
+    total = sum(report.wall.values())
+    longest = sorted(report.wall.items(), key=lambda item: -item[1])[:2]
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in longest)
     return "  ".join([*parts, f"{total:.1f} s ({stages})"])
 
@@ -98,7 +98,7 @@ class Progress:
     def finish_step(self, report: StepReport) -> None:
         """A step is over and recorded."""
         self._next_step = report.step + 1
-        self._bars = stage_bars(report.seconds)
+        self._bars = stage_bars(report.wall)
         self.message(describe_step(report, self._max_steps))
         alarm = report.metrics.get("spec/alarm")
         if alarm is not None and not self._alarmed:

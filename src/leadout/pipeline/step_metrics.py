@@ -22,6 +22,7 @@ def step_metrics(
     logprobs: LearnerLogprobs | None,
     trained: TrainReport,
     seconds: Mapping[Stage, float],
+    exposed: Mapping[Stage, float] | None = None,
     *,
     frozen_drafter: bool = False,
 ) -> dict[str, float | str]:
@@ -29,23 +30,23 @@ def step_metrics(
 
     Where the logprob pass and the training pass measured the same thing, the logprob pass came first and counts.
     `rollout/tokens_per_second` = completion tokens / rollout seconds, `step/tokens_per_second` = completion tokens /
-    seconds of all stages, `memory/peak` in GiB. `policy/checksum`, `draft/{version,checksum}` are of the weights that
+    seconds of the step, `memory/peak` in GiB. `policy/checksum`, `draft/{version,checksum}` are of the weights that
     made the rollouts.
 
-    `frozen_drafter`: a model drafts and does not learn; it is as old as the run.
+    `exposed`: seconds of each stage that no other hid, None where none was hidden. `frozen_drafter`: a model drafts and
+    does not learn; it is as old as the run.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    version = refitted.version
     metrics: dict[str, float | str] = {**reward_metrics(groups)}
     metrics |= trained.metrics
     if logprobs is not None:
         metrics |= logprobs.metrics
-        version = logprobs.version
-    metrics |= completion_metrics(groups) | speculation_metrics(rollouts) | lag_metrics(rollouts, version)
+    metrics |= completion_metrics(groups) | speculation_metrics(rollouts) | lag_metrics(rollouts, trained.version - 1)
     age = trained.metrics.get("draft/age")
     if age is not None or frozen_drafter:
         metrics |= acceptance_by_age(rollouts, 0 if age is None else refitted.version - int(age))
-    metrics |= _speeds(sum(float(rollout.loss_mask.sum()) for rollout in rollouts), seconds)
+    wall = sum((seconds if exposed is None else exposed).values())
+    metrics |= _speeds(sum(float(rollout.loss_mask.sum()) for rollout in rollouts), seconds[Stage.ROLLOUT], wall)
     metrics["memory/peak"] = peak_memory()
     metrics["policy/checksum"] = refitted.checksum
     if refitted.draft_checksum is not None:
@@ -54,8 +55,8 @@ def step_metrics(
     return metrics
 
 
-def _speeds(tokens: float, seconds: Mapping[Stage, float]) -> dict[str, float]:
-    spans = {"rollout/tokens_per_second": seconds[Stage.ROLLOUT], "step/tokens_per_second": sum(seconds.values())}
+def _speeds(tokens: float, rollout: float, step: float) -> dict[str, float]:
+    spans = {"rollout/tokens_per_second": rollout, "step/tokens_per_second": step}
     return {name: tokens / span for name, span in spans.items() if span > 0.0}
 
 

@@ -16,6 +16,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from leadout.metrics import wall_seconds
 from leadout.records import Stage
 
 Rows = Sequence[Mapping[str, float]]
@@ -116,7 +117,7 @@ def stage_chart(rows: Rows) -> Picture | None:
     steps = [row["step"] for row in rows]
     bottom = [0.0] * len(rows)
     for stage in Stage:
-        seconds = [row.get(f"seconds/{stage}", 0.0) for row in rows]
+        seconds = [wall_seconds(row, stage) for row in rows]
         axes.bar(steps, seconds, bottom=bottom, color=STAGE_COLOURS[stage], label=str(stage), width=0.85)
         bottom = [low + height for low, height in zip(bottom, seconds, strict=True)]
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from leadout import __version__
 from leadout.errors import DataError
-from leadout.metrics import read_rows
+from leadout.metrics import read_rows, wall_seconds
 from leadout.pipeline.closing import mean_drafter_seconds, mean_stage_seconds
 from leadout.pipeline.draft_health import alarms
 from leadout.pipeline.folder import RunFolder, write_text
@@ -131,7 +131,7 @@ def highlights(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         lines.append((f"drafter, steps {first_step} to {last_step}", text))
     totals = [row["seconds/total"] for row in rows if "seconds/total" in row]
     if totals and sum(totals) > 0.0:
-        share = sum(row.get("seconds/rollout", 0.0) for row in rows) / sum(totals)
+        share = sum(wall_seconds(row, Stage.ROLLOUT) for row in rows) / sum(totals)
         lines.append(("seconds per step", f"{np.mean(totals):.2f}, of which rollout {share:.0%}"))
     return lines
 

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from leadout.draft_length.controller import Choice, DraftLength
+from leadout.draft_length.load import Load
 from leadout.errors import CapacityError, ConfigError, RefitError
-from leadout.interfaces import Drafter, Running
+from leadout.interfaces import Running
 from leadout.records import (
     Capabilities,
     Finish,
@@ -219,9 +220,22 @@ class NativeGenerator:
             self._done.extend(self._release(ended))
             self._live = None
 
-    def _tokens_behind(self, drafter: Drafter, slots: Sequence[int]) -> int:
+    def _load(self) -> Load:
+        """What the draft length may ask of the live rows."""
+        assert self._live is not None
+        remaining_B = self._table.remaining(self._live.slots_B)
+        return Load(
+            backlog=self._tokens_behind(self._live.slots),
+            remaining=float(remaining_B.mean()),
+            spread=math.inf if self._admission else float(remaining_B.std() / remaining_B.mean()),
+        )
+
+    def _tokens_behind(self, slots: Sequence[int]) -> int:
         """Tokens of these rows that the drafter's model has to run first; none while it drafts every round."""
-        return self._backlog.tokens(slots, self._parts.kv.lengths) if drafter.runs_context else 0
+        drafter = self._parts.drafter
+        return (
+            self._backlog.tokens(slots, self._parts.kv.lengths) if drafter is not None and drafter.runs_context else 0
+        )
 
     def _open(self, request: Request, slot: int) -> Row:
         params, given = request.params, request.given
@@ -253,21 +267,15 @@ class NativeGenerator:
         if self._live is None:
             order = self._parts.kv.order(list(self._rows))
             self._live = LiveRows.of([self._rows[slot] for slot in order], self._parts.device)
+        live = self._live
         choice, backlog = Choice(0, 0), 0
         if self._parts.drafter is not None:
-            remaining_B = self._table.remaining(self._live.rows)
-            remaining = float(remaining_B.sum()) / remaining_B.size
-            # Not `std`, which takes 20 microseconds of every round.
-            deviation = math.sqrt(max(float(remaining_B @ remaining_B) / remaining_B.size - remaining**2, 0.0))
-            choice = self._parts.draft_length.choose(
-                len(self._live.rows),
-                backlog=self._tokens_behind(self._parts.drafter, self._live.slots),
-                remaining=remaining,
-                spread=math.inf if self._admission else deviation / remaining,
-            )
-            backlog = self._tokens_behind(self._parts.drafter, self._live.slots[: choice.num_rows])
-        ended, outcome = run_round(self._parts, self._sampler, self._table, self._live, choice, backlog)
-        self._backlog.caught_up(self._live.slots[: outcome.num_asked], self._parts.kv.lengths)
+            choice = self._parts.draft_length.choose(len(live.rows), self._load)
+            if choice.num_drafts:
+                backlog = self._tokens_behind(live.slots[: choice.num_rows])
+        ended, outcome = run_round(self._parts, self._sampler, self._table, live, choice, backlog)
+        if outcome.num_asked:
+            self._backlog.caught_up(live.slots[: outcome.num_asked], self._parts.kv.lengths)
         self._parts.draft_length.record(outcome)
         self._done.extend(self._release(ended))
 

@@ -33,7 +33,7 @@ def run_round(
     began = time.perf_counter()
     start_B = table.generated_S[live.slots_B].copy()
     numbers = live.numbers(start_B, parts.device, choice.num_drafts + 1)
-    asked, drafted = _propose(parts, live, choice, table.remaining(live.rows), numbers)
+    asked, drafted = _propose(parts, table, live, choice, numbers)
     drafted_at = time.perf_counter()
 
     tokens_BN, counts_B = _block(table, live, drafted, parts.device)
@@ -56,11 +56,13 @@ def run_round(
 
 
 def _propose(
-    parts: EngineParts, live: LiveRows, choice: Choice, remaining_B: Ints, numbers: RoundNumbers
+    parts: EngineParts, table: RowTable, live: LiveRows, choice: Choice, numbers: RoundNumbers
 ) -> tuple[int, Drafted | None]:
     """How many rows were asked, and their drafts; None when no row drafts anything, which makes it a plain step."""
-    lengths_B = np.minimum(choice.num_drafts, remaining_B - 1)
-    if parts.drafter is None or not lengths_B[: choice.num_rows].any():
+    if parts.drafter is None or not choice.num_drafts:
+        return 0, None
+    lengths_B = np.minimum(choice.num_drafts, table.remaining(live.slots_B) - 1)
+    if not lengths_B[: choice.num_rows].any():
         return 0, None
     slots = live.slots
     if choice.num_rows < len(slots):

@@ -76,12 +76,14 @@ class RowTable:
         self._accepted_ST = np.zeros((num_slots, capacity), np.int16)
         self._looked_up_ST = np.zeros((num_slots, capacity), bool)
         self.generated_S = np.zeros(num_slots, np.int64)
+        self._limits_S = np.zeros(num_slots, np.int64)
         self._rounds_S = np.zeros(num_slots, np.int64)
 
     def open(self, row: Row) -> None:
         """Start a row with the tokens it was given."""
         slot, given = row.slot, row.request.given
         self.generated_S[slot] = self._rounds_S[slot] = 0
+        self._limits_S[slot] = row.limit
         if given is None:
             return
         length, rounds = given.length, given.rounds
@@ -98,10 +100,9 @@ class RowTable:
         """i64[B]: the newest token of each row."""
         return np.asarray(self._tokens_ST[slots_B, self.generated_S[slots_B] - 1])
 
-    def remaining(self, rows: Sequence[Row]) -> Ints:
-        """i64[B]: tokens each row may still generate."""
-        limits_B = np.array([row.limit for row in rows], np.int64)
-        return np.asarray(limits_B - self.generated_S[[row.slot for row in rows]])
+    def remaining(self, slots_B: Ints) -> Ints:
+        """i64[B]: tokens the row of each slot may still generate."""
+        return np.asarray(self._limits_S[slots_B] - self.generated_S[slots_B])
 
     def commit(
         self,
