@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from leadout.models import randomness
 from leadout.models.randomness import Purpose, philox4x32, round_uniforms, uniforms
 
 
@@ -58,7 +59,10 @@ def test_numbers_of_neighbouring_keys_are_uniform_and_uncorrelated():
     assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 5 / np.sqrt(position.size)
 
 
-def test_the_numbers_of_a_round_made_together_are_those_made_one_by_one():
+@pytest.mark.parametrize("native", [True, False], ids=["native", "numpy"])
+def test_the_numbers_of_a_round_made_together_are_those_made_one_by_one(monkeypatch, native):
+    if not native:
+        monkeypatch.setattr(randomness, "native_library", lambda: None)
     seed_B = np.array([3, 2**63 + 5], np.uint64)
     draw_B, sibling_B, start_B = np.array([7, 9]), np.array([0, 4]), np.array([11, 0])
     made = round_uniforms(seed_B, draw_B, sibling_B, start_B, 3)

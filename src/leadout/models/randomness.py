@@ -84,6 +84,12 @@ def round_uniforms(
     width: int,
 ) -> npt.NDArray[np.float64]:
     """f64[4, B, width]: `uniforms` of every purpose for the first `width` positions of a round, in one pass."""
+    library = native_library()
+    if library is not None:
+        purposes = len(Purpose)
+        return library.round_uniforms(
+            seed_B, draw_B, sibling_B, start_B, width=width, purposes=purposes, shift=_PURPOSE_SHIFT
+        )
     purpose_411 = np.arange(len(Purpose), dtype=np.uint64)[:, None, None]
     start_1B1 = start_B.astype(np.uint64)[None, :, None]
     second_4B1 = np.where(purpose_411 == Purpose.TOKEN, np.uint64(0), start_1B1) | purpose_411 << np.uint64(

@@ -65,7 +65,7 @@ class LiveRows:
         """bool[B, N]: which tokens end their row."""
         ends_BN = np.zeros(tokens_BN.shape, bool)
         for uses_B, ids in self.end_ids:
-            ends_BN |= uses_B[:, None] & np.isin(tokens_BN, ids)
+            ends_BN |= uses_B[:, None] & (tokens_BN[:, :, None] == ids).any(-1)
         return ends_BN
 
     def numbers(self, start_B: Ints, device: torch.device, width: int = 1) -> RoundNumbers:

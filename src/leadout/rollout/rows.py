@@ -122,16 +122,9 @@ class RowTable:
         for index, row in enumerate(rows):
             if row.watch is not None:
                 counts_B[index] = self._watch(row, tokens_BN[index, : counts_B[index]])
-        mask_BN = column_N < counts_B[:, None]
-        slot_X = np.broadcast_to(slots_B[:, None], mask_BN.shape)[mask_BN]
-        position_X = (self.generated_S[slots_B][:, None] + column_N)[mask_BN]
-        self._tokens_ST[slot_X, position_X] = tokens_BN[mask_BN]
-        self._logprobs_ST[slot_X, position_X] = logprobs_BN[mask_BN]
-        self._policy_logprobs_ST[slot_X, position_X] = policy_logprobs_BN[mask_BN]
-        self.generated_S[slots_B] += counts_B
-        limits_B = np.array([row.limit for row in rows], np.int64)
+        self._append(slots_B, counts_B, tokens_BN, logprobs_BN, policy_logprobs_BN)
         over_B = (
-            (self.generated_S[slots_B] >= limits_B)
+            (self.generated_S[slots_B] >= self._limits_S[slots_B])
             | (hit_B & hits_BN[np.arange(len(rows)), counts_B - 1])
             | np.array([row.finish is not None for row in rows], bool)
         )
@@ -141,6 +134,29 @@ class RowTable:
                 rows[index], bool(hits_BN[index, counts_B[index] - 1]), int(tokens_BN[index, counts_B[index] - 1])
             )
         return Committed(counts_B, ended)
+
+    def _append(
+        self, slots_B: Ints, counts_B: Ints, tokens_BN: Ints, logprobs_BN: Floats, policy_logprobs_BN: Floats
+    ) -> None:
+        """The first `counts_B` columns of each row behind what it has."""
+        start_B = self.generated_S[slots_B]
+        values = (
+            (self._tokens_ST, tokens_BN),
+            (self._logprobs_ST, logprobs_BN),
+            (self._policy_logprobs_ST, policy_logprobs_BN),
+        )
+        if tokens_BN.shape[1] == 1:
+            # A plain step, where what is not needed counts most.
+            for table_ST, new_BN in values:
+                table_ST[slots_B, start_B] = new_BN[:, 0]
+        else:
+            column_N = np.arange(tokens_BN.shape[1])
+            mask_BN = column_N < counts_B[:, None]
+            slot_X = np.broadcast_to(slots_B[:, None], mask_BN.shape)[mask_BN]
+            position_X = (start_B[:, None] + column_N)[mask_BN]
+            for table_ST, new_BN in values:
+                table_ST[slot_X, position_X] = new_BN[mask_BN]
+        self.generated_S[slots_B] = start_B + counts_B
 
     @staticmethod
     def _watch(row: Row, tokens: Ints) -> int:

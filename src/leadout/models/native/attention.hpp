@@ -48,9 +48,24 @@ inline void norm_head(float* x, const float* weight, int dim, float eps) {
     _mm512_storeu_ps(x + d, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + d), scale), _mm512_loadu_ps(weight + d)));
 }
 
+// Memory to have in the cache soon, fetched a few lines at a time while other work is done: two ranges after one another.
+struct Ahead {
+  const char *at = nullptr, *end = nullptr, *then = nullptr, *then_end = nullptr;
+
+  void fetch(int lines) {
+    for (; lines > 0; --lines, at += 64) {
+      if (at >= end) {
+        at = then, end = then_end, then = then_end = nullptr;
+        if (at >= end) return;
+      }
+      _mm_prefetch(at, _MM_HINT_T1);
+    }
+  }
+};
+
 // scores[j] = query . keys[j] for j < length, written up to the next multiple of 16 (keys there must be readable).
 template <int Vectors>
-inline void dot_keys(const bf16* query, const bf16* keys, int length, float* scores) {
+inline void dot_keys(const bf16* query, const bf16* keys, int length, float* scores, Ahead& ahead, int lines) {
   constexpr int kDim = Vectors * kLanes, kWhole = Vectors / 2;
   __m512i q[kWhole + 1];
 #pragma GCC unroll 16
@@ -59,6 +74,7 @@ inline void dot_keys(const bf16* query, const bf16* keys, int length, float* sco
   if (Vectors % 2) q[kWhole] = _mm512_maskz_loadu_epi16(kHalf, query + 32 * kWhole);
   for (int j = 0; j < length; j += kLanes) {
     __m512 sum[kLanes];
+    ahead.fetch(lines);
 #pragma GCC unroll 16
     for (int k = 0; k < kLanes; ++k) {
       // The last keys are repeated past the end, so that nothing outside the row is read.
@@ -96,7 +112,7 @@ inline float soften(float* scores, int length, int width, float scale) {
 // out[q] = sum_j scores[q][j] values[j] * inverse[q] for Queries queries.
 template <int Vectors, int Queries>
 inline void mix_values(const float* scores, int width, const float* inverse, const bf16* values, int length,
-                       bf16* const* out) {
+                       bf16* const* out, Ahead& ahead, int lines) {
   constexpr int kDim = Vectors * kLanes;
   __m512 sum[Queries][Vectors];
 #pragma GCC unroll 8
@@ -104,6 +120,7 @@ inline void mix_values(const float* scores, int width, const float* inverse, con
 #pragma GCC unroll 16
     for (int v = 0; v < Vectors; ++v) sum[q][v] = _mm512_setzero_ps();
   for (int j = 0; j < length; ++j) {
+    ahead.fetch(lines);
     __m512 p[Queries];
 #pragma GCC unroll 8
     for (int q = 0; q < Queries; ++q) p[q] = _mm512_set1_ps(scores[static_cast<size_t>(q) * width + j]);
@@ -122,35 +139,38 @@ inline void mix_values(const float* scores, int width, const float* inverse, con
 }
 
 // Queries of one row and key-value head: query i, bf16[D], sees the first lengths[i] positions and writes to out[i].
-// `scores` holds count * (longest length rounded up to 16) floats.
+// `scores` holds count * (longest length rounded up to 16) floats. `ahead` is fetched meanwhile, as much of it as this
+// call reads itself: half beside the keys, half beside the values.
 template <int Vectors>
 void attend(const bf16* queries, const int* lengths, bf16* const* out, int count, const bf16* keys, const bf16* values,
-            float scale, float* scores) {
+            float scale, float* scores, Ahead ahead) {
   constexpr int kDim = Vectors * kLanes;
   constexpr int kTogether = Vectors <= 2 ? 6 : Vectors <= 4 ? 4 : Vectors <= 8 ? 2 : 1;
   int longest = 0;
   for (int i = 0; i < count; ++i) longest = lengths[i] > longest ? lengths[i] : longest;
   const int width = (longest + kLanes - 1) / kLanes * kLanes;
   float inverse[kTogether];
+  const int passes = (count + kTogether - 1) / kTogether;
+  const int with_keys = (kLanes * Vectors / 2 + count - 1) / count, with_values = (Vectors / 2 + passes - 1) / passes;
   for (int i = 0; i < count; i += kTogether) {
     const int here = count - i < kTogether ? count - i : kTogether;
     for (int q = 0; q < here; ++q) {
       float* row = scores + static_cast<size_t>(q) * width;
-      dot_keys<Vectors>(queries + static_cast<size_t>(i + q) * kDim, keys, lengths[i + q], row);
+      dot_keys<Vectors>(queries + static_cast<size_t>(i + q) * kDim, keys, lengths[i + q], row, ahead, with_keys);
       inverse[q] = soften(row, lengths[i + q], width, scale);
     }
     switch (here) {
-      case 1: mix_values<Vectors, 1>(scores, width, inverse, values, longest, out + i); break;
-      case 2: mix_values<Vectors, kTogether >= 2 ? 2 : 1>(scores, width, inverse, values, longest, out + i); break;
-      case 3: mix_values<Vectors, kTogether >= 3 ? 3 : 1>(scores, width, inverse, values, longest, out + i); break;
-      case 4: mix_values<Vectors, kTogether >= 4 ? 4 : 1>(scores, width, inverse, values, longest, out + i); break;
-      case 5: mix_values<Vectors, kTogether >= 5 ? 5 : 1>(scores, width, inverse, values, longest, out + i); break;
-      default: mix_values<Vectors, kTogether>(scores, width, inverse, values, longest, out + i);
+      case 1: mix_values<Vectors, 1>(scores, width, inverse, values, longest, out + i, ahead, with_values); break;
+      case 2: mix_values<Vectors, kTogether >= 2 ? 2 : 1>(scores, width, inverse, values, longest, out + i, ahead, with_values); break;
+      case 3: mix_values<Vectors, kTogether >= 3 ? 3 : 1>(scores, width, inverse, values, longest, out + i, ahead, with_values); break;
+      case 4: mix_values<Vectors, kTogether >= 4 ? 4 : 1>(scores, width, inverse, values, longest, out + i, ahead, with_values); break;
+      case 5: mix_values<Vectors, kTogether >= 5 ? 5 : 1>(scores, width, inverse, values, longest, out + i, ahead, with_values); break;
+      default: mix_values<Vectors, kTogether>(scores, width, inverse, values, longest, out + i, ahead, with_values);
     }
   }
 }
 
-using Attend = void (*)(const bf16*, const int*, bf16* const*, int, const bf16*, const bf16*, float, float*);
+using Attend = void (*)(const bf16*, const int*, bf16* const*, int, const bf16*, const bf16*, float, float*, Ahead);
 
 // The kernel of a head dimension; null where there is none.
 inline Attend attend_for(int dim) {

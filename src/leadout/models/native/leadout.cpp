@@ -210,4 +210,17 @@ void lo_uniforms(int count, const uint64_t* seed, const uint32_t* position, cons
                  const uint32_t* sibling, const uint32_t* draw, double* out) {
   for (int i = 0; i < count; ++i) out[i] = philox_uniform(seed[i], position[i], second[i], sibling[i], draw[i]);
 }
+
+// f64[purposes, rows, width]: the numbers of every purpose for the positions start[b].. of each row's round; purpose 0
+// ignores where the round began.
+void lo_round_uniforms(int purposes, int shift, int rows, int width, const uint64_t* seed, const int64_t* draw,
+                       const int64_t* sibling, const int64_t* start, double* out) {
+  for (int purpose = 0; purpose < purposes; ++purpose)
+    for (int b = 0; b < rows; ++b)
+      for (int w = 0; w < width; ++w) {
+        const uint32_t second = purpose ? static_cast<uint32_t>(start[b]) | static_cast<uint32_t>(purpose) << shift : 0;
+        *out++ = philox_uniform(seed[b], static_cast<uint32_t>(start[b] + w), second, static_cast<uint32_t>(sibling[b]),
+                                static_cast<uint32_t>(draw[b]));
+      }
+}
 }

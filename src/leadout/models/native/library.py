@@ -111,6 +111,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         ],
     ),
     "lo_uniforms": (None, [_int, *[_pointer] * 6]),
+    "lo_round_uniforms": (None, [*[_int] * 4, *[_pointer] * 5]),
     "lo_draw": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
 }
 
@@ -216,6 +217,31 @@ class NativeLibrary:
         out_X = np.empty(seed_X.shape)
         self.functions.lo_uniforms(seed_X.size, seed_X.ctypes.data, *(w.ctypes.data for w in words), out_X.ctypes.data)
         return out_X
+
+    def round_uniforms(
+        self,
+        seed_B: npt.NDArray[np.uint64],
+        draw_B: npt.NDArray[np.int64],
+        sibling_B: npt.NDArray[np.int64],
+        start_B: npt.NDArray[np.int64],
+        *,
+        width: int,
+        purposes: int,
+        shift: int,
+    ) -> npt.NDArray[np.float64]:
+        """f64[purposes, B, width]: `uniforms` at positions start..start + width - 1.
+
+        Its second word is start | purpose << shift, and 0 for purpose 0.
+        """
+        seed_B = np.ascontiguousarray(seed_B, np.uint64)
+        columns = [np.ascontiguousarray(x, np.int64) for x in (draw_B, sibling_B, start_B)]
+        assert all(column.shape == seed_B.shape for column in columns), "one row per key"
+        out_PBW = np.empty((purposes, seed_B.size, width))
+        addresses = [column.ctypes.data for column in columns]
+        self.functions.lo_round_uniforms(
+            purposes, shift, seed_B.size, width, seed_B.ctypes.data, *addresses, out_PBW.ctypes.data
+        )
+        return out_PBW
 
     def draw_next(
         self,
