@@ -27,6 +27,8 @@ from pathlib import Path
 ROWS = {
     "leadout": "leadout, EAGLE-3 learning along",
     "leadout-quarter": "leadout, EAGLE-3 learning from a quarter of the rollouts",
+    "leadout-shipped": "leadout, the project's own EAGLE-3 head learning along",
+    "leadout-shipped-quarter": "leadout, that head learning from a quarter of the rollouts",
     "leadout-plain": "leadout, no drafter",
     "trl-bf16": "TRL, bfloat16 weights",
     "trl-fp32": "TRL, float32 weights, bf16 autocast",
@@ -135,6 +137,8 @@ def run_leadout(options: argparse.Namespace) -> None:
     from leadout.build.run import build_run
     from leadout.config import RunConfig
 
+    shipped = Path(__file__).parents[1] / "drafts" / "smollm2-135m-eagle3"
+    head = str(shipped) if "shipped" in options.side else None
     config = RunConfig.model_validate(
         {
             "model": "smollm2-135m",
@@ -143,9 +147,14 @@ def run_leadout(options: argparse.Namespace) -> None:
                 "num_prompts": options.prompts,
                 "num_generations": options.generations,
                 "max_completion_length": options.tokens,
-                "speculative_config": {"method": "eagle3"} if options.side != "leadout-plain" else None,
+                "speculative_config": (
+                    {"method": "eagle3", "model": head} if options.side != "leadout-plain" else None
+                ),
             },
-            "draft": {"vocab_size": 4096, "token_fraction": 0.25 if options.side == "leadout-quarter" else 1.0},
+            "draft": {
+                "vocab_size": 4096 if head is None else None,
+                "token_fraction": 0.25 if options.side.endswith("quarter") else 1.0,
+            },
             "reward": [{"function": "trl_step:reward"}],
             "train": {"micro_batch_size": options.prompts * options.generations},
             "optim": {"learning_rate": 2e-5},

@@ -59,28 +59,29 @@ class TargetPlan:
     num_drafts: int = 3
     acceptance_length: float = 2.8
     """Of the good drafter, set."""
-    auto_cells: tuple[tuple[str, int, int], ...] = (
-        ("good", 1, 48),
-        ("good", 4, 48),
-        ("good", 8, 32),
-        ("good", 16, 32),
-        ("good", 32, 24),
-        ("good", 64, 24),
-        ("bad", 1, 48),
-        ("bad", 4, 48),
-        ("bad", 16, 32),
-        ("bad", 64, 24),
-        ("ngram", 1, 48),
-        ("ngram", 4, 48),
-        ("ngram", 16, 32),
-        ("ngram", 64, 24),
+    auto_cells: tuple[tuple[str, int, int, int], ...] = (
+        ("good", 1, 48, 31),
+        ("good", 4, 48, 31),
+        ("good", 8, 32, 25),
+        ("good", 16, 32, 21),
+        ("good", 32, 24, 15),
+        ("good", 64, 24, 15),
+        ("bad", 1, 48, 41),
+        ("bad", 4, 48, 41),
+        ("bad", 16, 32, 21),
+        ("bad", 64, 24, 15),
+        ("ngram", 1, 48, 41),
+        ("ngram", 4, 48, 41),
+        ("ngram", 16, 32, 21),
+        ("ngram", 64, 24, 15),
     )
-    """Drafter, rows, new tokens. good: a head accepted as often as set; bad: an untrained head."""
+    """Drafter, rows, new tokens, pairs: few rows are soon done and scatter most. good: a head accepted as often as set;
+    bad: an untrained head.
+    """
     auto_fixed: tuple[int, ...] = (1, 3)
     """Fixed k beside plain that auto is held against, with the good drafter."""
     auto_siblings: int = 8
     """Rows of one prompt, as in GRPO: they share its prefill."""
-    auto_pairs: int = 15
     tail_pairs: int = 7
     contexts: tuple[int, int] = (128, 2048)
     """Prompts whose plain steps are compared."""

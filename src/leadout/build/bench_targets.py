@@ -209,7 +209,7 @@ def _round_checks(
 
 def _auto(session: _Session) -> None:
     plan = session.plan
-    for kind, rows, tokens in plan.auto_cells:
+    for kind, rows, tokens, pairs in plan.auto_cells:
         groups = -(-rows // plan.auto_siblings)
         prompts = session.machine.prompts(groups, plan.context)
         prompts = tuple(prompts[row // plan.auto_siblings] for row in range(rows))
@@ -220,7 +220,7 @@ def _auto(session: _Session) -> None:
             session.choice(kind),
             workload,
             lengths,
-            plan.auto_pairs,
+            pairs,
             tell=session.tell,
         )
         against_plain, best = cell.line(AUTO).against_plain, cell.auto_against_best
