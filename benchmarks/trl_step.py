@@ -4,8 +4,8 @@
     python benchmarks/trl_step.py --trl-python /tmp/trl/bin/python
 
 Every contender runs in a process of its own with two threads; all but the one whose turn it is are stopped (SIGSTOP).
-They take steps in turn, A B C, A B C; the first round warms up and is not counted. All: one micro-batch, beta 0, no
-gradient checkpointing. TRL once with bfloat16 weights and once with float32 weights under autocast, which is leadout's
+They take steps in turn, A B C, A B C; the first round warms up and is not counted. Each holds 3.5 to 6 GB, so ask for
+few rows at a time. All: one micro-batch, beta 0, no gradient checkpointing. TRL once with bfloat16 weights and once with float32 weights under autocast, which is leadout's
 own precision. End of sequence is ignored on both sides, so that all work on the same number of tokens, and the reward
 differs within almost every group, so that none is left out of the backward pass for want of a signal.
 """
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 ROWS = {
@@ -59,7 +60,7 @@ def main() -> None:
 def drive(options: argparse.Namespace) -> None:
     """Start the contenders one after the other and let them step in turn."""
     names = options.rows.split(",")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         processes = {}
         for name in names:
             python = options.trl_python if name.startswith("trl") else sys.executable
@@ -71,6 +72,8 @@ def drive(options: argparse.Namespace) -> None:
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"},
             )
+            # A stopped one would otherwise stay, with all its memory, where another fails.
+            stack.callback(processes[name].kill)
             answer(processes[name])
             processes[name].send_signal(signal.SIGSTOP)
         taken: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -81,8 +84,6 @@ def drive(options: argparse.Namespace) -> None:
                 taken[name].append(answer(process))
                 process.send_signal(signal.SIGSTOP)
                 print(f"{turn}: {name}: {taken[name][-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
-        for process in processes.values():
-            process.kill()
     show({name: steps[1:] for name, steps in taken.items()}, options)
 
 

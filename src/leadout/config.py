@@ -340,21 +340,21 @@ class Pipeline(Section):
 
     mode: Literal["sync", "async"] = "sync"
     """`async` generates the next batch while the learner trains on the present one."""
-    max_staleness: Annotated[int, Field(ge=0, le=1)] | None = None
-    """Policy versions that rollouts may be old when they are learnt from; null is 0 in mode sync, 1 in mode async."""
+    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    """Policy versions that rollouts may be old when they are learnt from; 1 in mode async unless it says 0."""
     max_steps: Positive = 20
 
-    @property
-    def staleness(self) -> int:
-        """The bound in numbers."""
-        return int(self.mode == "async") if self.max_staleness is None else self.max_staleness
+    @model_validator(mode="before")
+    @classmethod
+    def _async_is_one_batch_ahead(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("mode") == "async" and values.get("max_staleness") is None:
+            return {**values, "max_staleness": 1}
+        return values
 
     @model_validator(mode="after")
     def _only_async_makes_stale_rollouts(self) -> Pipeline:
-        if self.mode == "sync" and self.staleness:
-            raise ValueError(
-                f"max_staleness {self.staleness} needs mode: async, got mode: sync, whose rollouts are never stale"
-            )
+        if self.mode == "sync" and self.max_staleness:
+            raise ValueError(f"max_staleness {self.max_staleness} needs mode: async, got mode: sync")
         return self
 
 
@@ -439,7 +439,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _stale_rollouts_are_corrected(self) -> RunConfig:
-        if not self.pipeline.staleness:
+        if not self.pipeline.max_staleness:
             return self
         if not self.grpo.importance_sampling_correction:
             raise ValueError(

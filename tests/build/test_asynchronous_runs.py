@@ -72,6 +72,25 @@ def test_every_drafter_learns_along_and_serves_one_version_later(tmp_path, model
     assert "report:" in printed
 
 
+def test_several_updates_a_step_a_reference_and_an_evaluation_go_with_it(tmp_path, model):
+    changes = {
+        "grpo__num_iterations": 2,
+        "grpo__beta": 0.1,
+        "train__mini_batch_size": 3,
+        "data__eval": {"task": "arithmetic", "num_rows": 4},
+        "eval": {"every": 2, "num_prompts": 2},
+    }
+    folder, _ = train(recipe(tmp_path, model, **AHEAD, **changes))
+    rows = read_rows(folder / "metrics.jsonl")
+    assert [row["optimizer_updates"] for row in rows] == [4.0] * STEPS
+    assert [row["lag/max"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
+    assert [row["step"] for row in rows if "seconds/eval" in row] == [2, 4]
+    assert all(row["kl"] >= 0.0 and row["grad_norm"] > 0.0 for row in rows)
+    for row in rows:
+        exposed = sum(seconds for name, seconds in row.items() if name.startswith("exposed/"))
+        assert row["seconds/total"] == pytest.approx(exposed)
+
+
 def test_stale_rollouts_are_weighted_by_how_much_likelier_they_have_become(tmp_path, model):
     folder, _ = train(recipe(tmp_path, model, **AHEAD))
     rows = read_rows(folder / "metrics.jsonl")
@@ -90,9 +109,17 @@ def test_the_policy_is_the_same_to_the_bit_whether_the_drafter_learns_or_not(tmp
     assert_same_tensors(*policies)
 
 
-def test_a_broken_run_resumes_as_if_left_alone(tmp_path, model):
-    whole, _ = train(recipe(tmp_path, model, name="whole", **AHEAD))
-    broken, _ = train(recipe(tmp_path, model, name="broken", **AHEAD))
+@pytest.mark.parametrize("method", ["eagle3", "history+eagle3"])
+def test_a_broken_run_resumes_as_if_left_alone(tmp_path, model, method):
+    # Six prompts in four steps of two: the last step meets prompts of the first ones again.
+    speculation = {"method": method, "num_speculative_tokens": 2}
+    changes = {
+        "rollout__speculative_config": speculation,
+        "data__train": {"task": "arithmetic", "num_rows": 6},
+        **AHEAD,
+    }
+    whole, _ = train(recipe(tmp_path, model, name="whole", **changes))
+    broken, _ = train(recipe(tmp_path, model, name="broken", **changes))
     shutil.rmtree(broken / "checkpoints" / "step_000004")
     (broken / "closing.json").unlink()
     train(broken / "config.yaml", resume=broken)

@@ -1,18 +1,21 @@
 import json
+import os
+import signal
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from leadout.clock import Clock
 from leadout.errors import CheckpointError, LeadoutError
-from leadout.metrics import metric_row
+from leadout.metrics import metric_row, read_rows
 from leadout.pipeline.kept_batch import Kept, batch_state, kept_batch
 from leadout.pipeline.synchronous import Batch
 from leadout.records import RefitReport, Request, Stage
+from tests.build.tiny_runs import unmeasured
 from tests.fakes import FakeGenerator, FakeLearner, FakeSource, make_params, make_prompt, make_rollout
-from tests.pipeline.builders import make_pipeline
+from tests.pipeline.builders import make_pipeline, make_run
 
 PATIENCE = 30.0
 """Seconds after which a thread that waits for another gives up, which fails the test."""
@@ -156,9 +159,96 @@ class LosingGenerator(FakeGenerator):
         return super().collect(timeout)
 
 
-def test_what_goes_wrong_while_generating_ahead_is_raised_by_the_step():
+def test_what_goes_wrong_while_generating_ahead_is_raised_by_the_next_step():
+    pipeline = make_pipeline(LosingGenerator(), staleness=1)
+    assert pipeline.step(1).report.step == 1
+    assert (pipeline.source.position, pipeline.draws.next_draw) == (2, 2), "as if nothing had been asked for"
+    assert pipeline.state_dict() == {"ahead": None}
     with pytest.raises(LeadoutError, match="4 did not come back"):
-        make_pipeline(LosingGenerator(), staleness=1).step(1)
+        pipeline.step(2)
+
+
+def test_a_run_that_fails_while_generating_ahead_keeps_the_step_and_goes_on_from_it(tmp_path):
+    run = make_run(tmp_path / "run", make_pipeline(LosingGenerator(), staleness=1), checkpoint_every=1)
+    with pytest.raises(LeadoutError, match="4 did not come back"):
+        run.train()
+    assert [row["step"] for row in read_rows(run.folder.metrics)] == [1]
+    make_run(tmp_path / "run", make_pipeline(staleness=1)).train()
+    lines = read_rows(run.folder.rollouts)
+    assert [(line["step"], line["draw"]) for line in lines[::2]] == [
+        (step, step * 2 - 2 + i) for step in range(1, 8) for i in (0, 1)
+    ]
+
+
+def test_a_run_that_is_made_longer_begins_again_with_a_batch_of_lag_0(tmp_path):
+    make_run(tmp_path / "run", make_pipeline(staleness=1, last_step=3), max_steps=3).train()
+    run = make_run(tmp_path / "run", make_pipeline(staleness=1, last_step=5), max_steps=5)
+    run.train()
+    assert [row["lag/max"] for row in read_rows(run.folder.metrics)] == [0.0, 1.0, 1.0, 0.0, 1.0]
+
+
+def test_exposed_seconds_add_up_to_the_total_in_rows_with_an_evaluation_too(tmp_path):
+    run = make_run(tmp_path / "run", make_pipeline(staleness=1))
+    run.train()
+    rows = read_rows(run.folder.metrics)
+    assert any("eval/mean@2" in row for row in rows)
+    for row in rows:
+        assert row["seconds/total"] == pytest.approx(sum(row[f"exposed/{stage}"] for stage in Stage))
+
+
+class AgingLearner(FakeLearner):
+    """Its drafter learns in every second step, from the first on."""
+
+    def step(self, groups, logprobs):
+        age = float(self.version % 2)
+        trained = super().step(groups, logprobs)
+        return replace(trained, metrics={**trained.metrics, "draft/age": age})
+
+
+def test_the_drafters_age_is_that_of_the_one_that_made_the_rollouts():
+    rows = [one.report.metrics for one in steps(make_pipeline(FakeGenerator(k=3), AgingLearner(), staleness=1), 5)]
+    assert [row["draft/age"] for row in rows] == [0.0, 0.0, 1.0, 0.0, 1.0]
+    ages = [[name[-1] for name in row if name.startswith("spec/acceptance_rate_age_")] for row in rows]
+    assert ages == [["0"], ["0"], ["1"], ["0"], ["1"]]
+
+
+@dataclass
+class InterruptedLearner(FakeLearner):
+    """Ctrl-C arrives while it computes log-probabilities or trains at version `at`, so many `times`."""
+
+    at: int = 3
+    where: str = "step"
+    times: int = 1
+
+    def logprobs(self, groups):
+        self._interrupt("logprobs")
+        return super().logprobs(groups)
+
+    def step(self, groups, logprobs):
+        self._interrupt("step")
+        return super().step(groups, logprobs)
+
+    def _interrupt(self, where):
+        if (self.version, self.where) == (self.at, where):
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("where", "times", "kept"),
+    [("logprobs", 1, [1, 2, 3]), ("step", 1, [1, 2, 3, 4]), ("step", 2, [1, 2, 3])],
+    ids=["before the update", "during the update", "twice during the update"],
+)
+def test_a_run_stopped_by_ctrl_c_goes_on_to_the_same_rows(tmp_path, where, times, kept):
+    whole = make_run(tmp_path / "whole", make_pipeline(staleness=1))
+    whole.train()
+    run = make_run(tmp_path / "run", make_pipeline(learner=InterruptedLearner(where=where, times=times), staleness=1))
+    with pytest.raises(KeyboardInterrupt, match="go on with"):
+        run.train()
+    assert [row["step"] for row in read_rows(run.folder.metrics)] == kept
+    make_run(tmp_path / "run", make_pipeline(staleness=1)).train()
+    assert unmeasured(run.folder.path) == unmeasured(whole.folder.path)
+    assert run.folder.rollouts.read_bytes() == whole.folder.rollouts.read_bytes()
 
 
 def test_a_pipeline_goes_on_from_its_state_with_the_batch_made_ahead():
@@ -180,11 +270,12 @@ def test_a_kept_batch_comes_back_to_the_bit():
     rollout = make_rollout(7, 1, [5, 6, 2], [2, 0], [1, 0], version=4, prompt=prompt)
     request = Request(rollout_id=rollout.request_id, prompt=prompt, params=make_params())
     refitted = RefitReport(version=4, draft_version=2, checksum="00ff", draft_checksum="aa")
-    batch = Batch(requests=(request,), rollouts=(rollout,), refitted=refitted, seconds=1.5)
+    batch = Batch(requests=(request,), rollouts=(rollout,), refitted=refitted, seconds=1.5, draft_age=2.0)
     state = json.loads(json.dumps(batch_state(batch, {"position": 3})))
     kept = Kept.read(state)
     again = kept_batch(kept, [request])
-    assert (kept.source, kept.first_draw, again.refitted, again.seconds) == ({"position": 3}, 7, refitted, 1.5)
+    assert (kept.source, kept.first_draw) == ({"position": 3}, 7)
+    assert (again.refitted, again.seconds, again.draft_age) == (refitted, 1.5, 2.0)
     (back,) = again.rollouts
     for name in ("token_ids", "logprobs", "policy_logprobs"):
         old, new = getattr(rollout, name), getattr(back, name)

@@ -11,6 +11,7 @@ from leadout.pipeline.closing import (
     close_run,
     compare,
     mean_drafter_seconds,
+    mean_hidden_seconds,
     mean_stage_seconds,
     pick_rows,
     step_speedup,
@@ -41,6 +42,20 @@ def test_step_speedup_of_a_speculative_run_is_against_the_plain_step_it_would_ha
     # the run's rollout of 6 s would have taken 12 s plainly
     assert step_speedup(seconds(), speedup=2.0, run_speedup=2.0) == pytest.approx(16 / 10)
     assert step_speedup(seconds(), speedup=1.0, run_speedup=2.0) == 1.0
+
+
+def test_generation_that_other_stages_hid_is_worth_nothing_until_it_outlasts_them():
+    # 4 s of other stages; 6 s waited for generation of 10 s, of which they hid 4. Plain generation takes 20 s.
+    assert step_speedup(seconds(), speedup=2.0, run_speedup=2.0, hidden=4.0) == pytest.approx(20 / 10)
+    waited = seconds() | {Stage.ROLLOUT: 0.0}
+    assert step_speedup(waited, speedup=2.0, run_speedup=2.0, hidden=4.0) == pytest.approx(8 / 4)
+    assert step_speedup(waited, speedup=4.0, run_speedup=1.0, hidden=4.0) == 1.0
+
+
+def test_hidden_seconds_are_those_of_generation_that_nobody_waited_for():
+    rows = [{"seconds/rollout": 5.0, "exposed/rollout": 2.0}, {"seconds/rollout": 3.0, "exposed/rollout": 3.0}]
+    assert mean_hidden_seconds(rows) == 1.5
+    assert mean_hidden_seconds([{"seconds/rollout": 5.0}]) == 0.0
 
 
 def test_step_speedup_below_one_stays_below_one():

@@ -30,6 +30,12 @@ def test_our_own_metrics_are_read_without_the_first_step(tmp_path):
     assert found.mean_length == 800
 
 
+def test_a_log_of_an_asynchronous_run_is_refused(tmp_path):
+    row = {"step": 1, "seconds/rollout": 10.0, "seconds/train": 4.0, "exposed/rollout": 6.0}
+    with pytest.raises(DataError, match=r"of an asynchronous run.*expected one with pipeline\.mode: sync"):
+        read_baseline(write(tmp_path, json.dumps(row)))
+
+
 def test_verl_console_lines_add_reference_and_old_log_probabilities(tmp_path):
     line = (
         "step:1 - timing_s/gen:357.2 - timing_s/old_log_prob:60.5 - timing_s/ref:47.5 - timing_s/update_actor:270.0 "

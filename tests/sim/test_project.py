@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from leadout.errors import DataError
 from leadout.records import Stage
 from leadout.sim.project import project
 from leadout.sim.ranges import plain_twin
@@ -111,6 +112,13 @@ def test_replaying_a_run_on_the_simulated_clock_returns_its_seconds(tmp_path):
     for step, again in zip(recorded, replay_simulated(tmp_path / "run"), strict=True):
         for stage in Stage:
             assert again[stage] == pytest.approx(step.seconds[stage], abs=1e-9)
+
+
+def test_an_asynchronous_run_is_not_replayed_as_if_its_stages_had_waited_for_each_other(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "seconds/rollout": 2.0, "exposed/rollout": 1.0}\n')
+    (tmp_path / "rollouts.jsonl").write_text('{"step": 1, "token_ids": [1, 2]}\n')
+    with pytest.raises(DataError, match=r"expected a run with pipeline\.mode: sync"):
+        read_run(tmp_path)
 
 
 def test_dynamic_sampling_generates_one_over_the_share_with_signal():

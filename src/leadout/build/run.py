@@ -128,7 +128,7 @@ def _make_pipeline(
     make: Callable[..., SynchronousPipeline] = SynchronousPipeline
     if config.pipeline.mode == "async":
         make = functools.partial(
-            AsynchronousPipeline, max_staleness=config.pipeline.staleness, last_step=config.pipeline.max_steps
+            AsynchronousPipeline, max_staleness=config.pipeline.max_staleness, last_step=config.pipeline.max_steps
         )
     return make(
         source=ShuffledPrompts(inputs.data.prompts.prompts, seed=config.seed, shuffle=config.data.shuffle),

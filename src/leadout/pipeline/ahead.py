@@ -18,7 +18,7 @@ from leadout.records import Request, Rollout
 class GeneratedAhead:
     """Context manager: generation begins on entering and is over on leaving, given up where nobody asked for it.
 
-    Example: ``with GeneratedAhead(generator, requests, now) as ahead: learn(); rollouts, seconds = ahead.result()``
+    Example: ``with GeneratedAhead(generator, requests, now) as ahead: learn(); failure = ahead.failure()``
     """
 
     def __init__(self, generator: Generator, requests: Sequence[Request], now: Callable[[], float]) -> None:
@@ -39,6 +39,11 @@ class GeneratedAhead:
     ) -> None:
         self._stop.set()
         self._threads.shutdown(wait=True)
+
+    def failure(self) -> BaseException | None:
+        """Wait until generation is over; what it raised, if it did."""
+        assert self._future is not None, "generation begins on entering the block"
+        return self._future.exception()
 
     def result(self) -> tuple[list[Rollout], float]:
         """Wait for the rollouts, one per request; and the seconds they took. Raises what generating raised."""

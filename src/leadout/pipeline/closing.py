@@ -86,7 +86,7 @@ class Closing:
     steps: int
     """Steps the seconds are averaged over."""
     stage_seconds: Mapping[Stage, float]
-    """Mean seconds of each stage."""
+    """Mean seconds by which each stage made a step longer."""
     comparisons: tuple[Comparison, ...]
     """One per case."""
     drafter_seconds: float = 0.0
@@ -97,7 +97,9 @@ class Closing:
         return dataclasses.asdict(self)
 
 
-def step_speedup(stage_seconds: Mapping[Stage, float], speedup: float, run_speedup: float) -> float:
+def step_speedup(
+    stage_seconds: Mapping[Stage, float], speedup: float, run_speedup: float, hidden: float = 0.0
+) -> float:
     """Whole-step speedup over plain generation, by Amdahl's law.
 
     With `total` the mean seconds of a step, `rollout` those of its rollout stage as the run was made, and
@@ -107,18 +109,25 @@ def step_speedup(stage_seconds: Mapping[Stage, float], speedup: float, run_speed
         speculative = total - rollout + rollout * run_speedup / speedup
 
     seconds, and the result is plain / speculative. All other stages count as the run had them; if the drafter was
-    trained, its training is in both.
+    trained, its training is in both. Where stages overlap, `stage_seconds` are those that nothing hid, `hidden` more of
+    generation ran beside them, and what the run's other stages hid then they would hide of any generation.
     """
-    rollout = stage_seconds[Stage.ROLLOUT]
-    others = sum(stage_seconds.values()) - rollout
-    plain = others + rollout * run_speedup
-    faster = others + rollout * run_speedup / speedup
+    exposed = stage_seconds[Stage.ROLLOUT]
+    rollout, others = exposed + hidden, sum(stage_seconds.values()) - exposed
+    plain = others + max(rollout * run_speedup - hidden, 0.0)
+    faster = others + max(rollout * run_speedup / speedup - hidden, 0.0)
     return plain / faster if faster > 0.0 else 1.0
 
 
 def mean_stage_seconds(rows: Sequence[Mapping[str, float]]) -> dict[Stage, float]:
     """Mean seconds by which a stage made the steps of these rows of metrics.jsonl longer; 0 without rows."""
     return {stage: statistics.fmean([wall_seconds(row, stage) for row in rows]) if rows else 0.0 for stage in Stage}
+
+
+def mean_hidden_seconds(rows: Sequence[Mapping[str, float]]) -> float:
+    """Mean seconds of generation that other stages hid; 0 where none overlap."""
+    name = f"seconds/{Stage.ROLLOUT}"
+    return statistics.fmean([row.get(name, 0.0) - wall_seconds(row, Stage.ROLLOUT) for row in rows]) if rows else 0.0
 
 
 def mean_drafter_seconds(rows: Sequence[Mapping[str, float]]) -> float:
@@ -207,12 +216,12 @@ def close_run(
     ]
     full = [each.speedup for each in measured if each.variant == run_variant and each.rows == len(requests)]
     run_speedup = full[0] if full else 1.0
-    seconds = mean_stage_seconds(rows)
+    seconds, hidden = mean_stage_seconds(rows), mean_hidden_seconds(rows)
     return Closing(
         steps=len(rows),
         stage_seconds=seconds,
         comparisons=tuple(
-            dataclasses.replace(each, step_speedup=step_speedup(seconds, each.speedup, run_speedup))
+            dataclasses.replace(each, step_speedup=step_speedup(seconds, each.speedup, run_speedup, hidden))
             for each in measured
         ),
         drafter_seconds=mean_drafter_seconds(rows),

@@ -29,6 +29,7 @@ class Kept:
     first_draw: int
     refitted: RefitReport
     seconds: float | None
+    draft_age: float | None
     rollouts: tuple[Mapping[str, Any], ...]
     """In the order of the requests."""
 
@@ -42,6 +43,7 @@ class Kept:
                 first_draw=int(state["first_draw"]),
                 refitted=RefitReport(**state["refitted"]),
                 seconds=state["seconds"],
+                draft_age=state["draft_age"],
                 rollouts=tuple(state["rollouts"]),
             )
         except (AssertionError, KeyError, TypeError, ValueError) as error:
@@ -58,6 +60,7 @@ def batch_state(batch: Batch, source: Mapping[str, object]) -> dict[str, object]
         "first_draw": batch.requests[0].rollout_id.draw,
         "refitted": dataclasses.asdict(batch.refitted),
         "seconds": batch.seconds,
+        "draft_age": batch.draft_age,
         "rollouts": [_rollout_state(rollout) for rollout in batch.rollouts],
     }
 
@@ -71,7 +74,13 @@ def kept_batch(kept: Kept, requests: Sequence[Request]) -> Batch:
             f"cannot resume: a rollout generated ahead cannot be read ({error!r}); remove this checkpoint to resume "
             "from an older one"
         ) from error
-    return Batch(requests=tuple(requests), rollouts=rollouts, refitted=kept.refitted, seconds=kept.seconds)
+    return Batch(
+        requests=tuple(requests),
+        rollouts=rollouts,
+        refitted=kept.refitted,
+        seconds=kept.seconds,
+        draft_age=kept.draft_age,
+    )
 
 
 def _rollout_state(rollout: Rollout) -> dict[str, object]:

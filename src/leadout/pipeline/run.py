@@ -7,6 +7,7 @@ started again on its folder gives the same files as one that was not, apart from
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -144,7 +145,7 @@ class Run:
         self._evaluation.generator.refit(self._learner.publish())
         metrics = {**report.metrics, **self._evaluation.run()}
         metrics["seconds/eval"] = self.pipeline.clock.now() - begin
-        return StepReport(step=report.step, version=report.version, seconds=report.seconds, metrics=metrics)
+        return dataclasses.replace(report, metrics=metrics)
 
     def _state(self, step: int, metrics: JsonLines, rollouts: JsonLines) -> RunState:
         """A copy of everything but the learner, cut loose from the objects that will go on changing."""

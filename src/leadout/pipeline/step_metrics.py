@@ -25,6 +25,7 @@ def step_metrics(
     exposed: Mapping[Stage, float] | None = None,
     *,
     frozen_drafter: bool = False,
+    draft_age: float | None = None,
 ) -> dict[str, float | str]:
     """Metrics of one step, all but its number, version and seconds.
 
@@ -34,7 +35,8 @@ def step_metrics(
     made the rollouts.
 
     `exposed`: seconds of each stage that no other hid, None where none was hidden. `frozen_drafter`: a model drafts and
-    does not learn; it is as old as the run.
+    does not learn; it is as old as the run. `draft_age`: `draft/age` of the drafter that made the rollouts, where that
+    is not the one that the learner held.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     metrics: dict[str, float | str] = {**reward_metrics(groups)}
@@ -42,7 +44,9 @@ def step_metrics(
     if logprobs is not None:
         metrics |= logprobs.metrics
     metrics |= completion_metrics(groups) | speculation_metrics(rollouts) | lag_metrics(rollouts, trained.version - 1)
-    age = trained.metrics.get("draft/age")
+    age = trained.metrics.get("draft/age") if draft_age is None else draft_age
+    if age is not None:
+        metrics["draft/age"] = age
     if age is not None or frozen_drafter:
         metrics |= acceptance_by_age(rollouts, 0 if age is None else refitted.version - int(age))
     wall = sum((seconds if exposed is None else exposed).values())

@@ -52,6 +52,8 @@ class Batch:
     """The weights that made them."""
     seconds: float | None = None
     """What generating them took where other stages may have hidden it; None where they waited."""
+    draft_age: float | None = None
+    """`draft/age` of the drafter that made them; None: of the one that the learner holds when it learns from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +136,7 @@ class SynchronousPipeline:
             seconds,
             exposed,
             frozen_drafter=self.frozen_drafter,
+            draft_age=batch.draft_age,
         )
         version = batch.refitted.version
         report = StepReport(step=number, version=version, seconds=seconds, exposed=exposed, metrics=metrics)

@@ -136,6 +136,11 @@ def read_baseline(path: Path) -> Baseline:
             f"--baseline: {path} holds no stage times; expected leadout metrics.jsonl, verl timing_s/*, "
             "TRL profiling/* or NeMo RL timing lines"
         )
+    if any("exposed/rollout" in row for row in rows):
+        raise DataError(
+            f"--baseline: {path} is of an asynchronous run, whose stages ran beside each other; expected one with "
+            "pipeline.mode: sync"
+        )
     rows = rows[1:] if len(rows) > 2 else rows
     for row in rows:
         _check_row(row, path)

@@ -98,6 +98,11 @@ def read_run(folder: Path) -> list[RecordedStep]:
     steps = sorted(set(metrics) & set(by_step))
     if not steps:
         raise DataError(f"{folder}: no step has both metrics and rollouts")
+    if any("exposed/rollout" in metrics[step] for step in steps):
+        raise DataError(
+            f"{folder}: expected a run with pipeline.mode: sync, got an asynchronous one, whose stages ran beside each "
+            "other and slowed each other down"
+        )
     return [_step(step, metrics[step], by_step[step], folder) for step in steps]
 
 
