@@ -5,9 +5,10 @@
 
 Every contender runs in a process of its own with two threads; all but the one whose turn it is are stopped (SIGSTOP).
 They take steps in turn, A B C, A B C; the first round warms up and is not counted. Each holds 3.5 to 6 GB, so ask for
-few rows at a time. All: one micro-batch, beta 0, no gradient checkpointing. TRL once with bfloat16 weights and once with float32 weights under autocast, which is leadout's
-own precision. End of sequence is ignored on both sides, so that all work on the same number of tokens, and the reward
-differs within almost every group, so that none is left out of the backward pass for want of a signal.
+few rows at a time. All: one micro-batch, beta 0, no gradient checkpointing. TRL once with bfloat16 weights and once
+with float32 weights under autocast, which is leadout's own precision. End of sequence is ignored on both
+sides, so that all work on the same number of tokens, and the reward differs within almost every group, so that none is
+left out of the backward pass for want of a signal.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 #pragma once
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "vectors.hpp"
 
@@ -48,7 +49,7 @@ inline void norm_head(float* x, const float* weight, int dim, float eps) {
     _mm512_storeu_ps(x + d, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + d), scale), _mm512_loadu_ps(weight + d)));
 }
 
-// Memory to have in the cache soon, fetched a few lines at a time while other work is done: two ranges after one another.
+// Memory to have in the cache soon, fetched a few lines at a time beside other work: two ranges after one another.
 struct Ahead {
   const char *at = nullptr, *end = nullptr, *then = nullptr, *then_end = nullptr;
 
@@ -159,13 +160,17 @@ void attend(const bf16* queries, const int* lengths, bf16* const* out, int count
       dot_keys<Vectors>(queries + static_cast<size_t>(i + q) * kDim, keys, lengths[i + q], row, ahead, with_keys);
       inverse[q] = soften(row, lengths[i + q], width, scale);
     }
+    auto mix = [&](auto queries_of) {
+      constexpr int kQueries = decltype(queries_of)::value < kTogether ? decltype(queries_of)::value : kTogether;
+      mix_values<Vectors, kQueries>(scores, width, inverse, values, longest, out + i, ahead, with_values);
+    };
     switch (here) {
-      case 1: mix_values<Vectors, 1>(scores, width, inverse, values, longest, out + i, ahead, with_values); break;
-      case 2: mix_values<Vectors, kTogether >= 2 ? 2 : 1>(scores, width, inverse, values, longest, out + i, ahead, with_values); break;
-      case 3: mix_values<Vectors, kTogether >= 3 ? 3 : 1>(scores, width, inverse, values, longest, out + i, ahead, with_values); break;
-      case 4: mix_values<Vectors, kTogether >= 4 ? 4 : 1>(scores, width, inverse, values, longest, out + i, ahead, with_values); break;
-      case 5: mix_values<Vectors, kTogether >= 5 ? 5 : 1>(scores, width, inverse, values, longest, out + i, ahead, with_values); break;
-      default: mix_values<Vectors, kTogether>(scores, width, inverse, values, longest, out + i, ahead, with_values);
+      case 1: mix(std::integral_constant<int, 1>()); break;
+      case 2: mix(std::integral_constant<int, 2>()); break;
+      case 3: mix(std::integral_constant<int, 3>()); break;
+      case 4: mix(std::integral_constant<int, 4>()); break;
+      case 5: mix(std::integral_constant<int, 5>()); break;
+      default: mix(std::integral_constant<int, kTogether>());
     }
   }
 }
