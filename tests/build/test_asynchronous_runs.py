@@ -10,32 +10,10 @@ from safetensors.torch import load_file
 
 from leadout.errors import CheckpointError, ConfigError
 from leadout.metrics import read_rows
-from leadout.models.cut_layers import write_cut_model
 from leadout.recipe import load_recipe
-from tests.build.tiny_runs import STEPS, model_folder, recipe, train, unmeasured
+from tests.build.tiny_runs import STEPS, learning, recipe, train, unmeasured
 
 AHEAD = {"pipeline__mode": "async", "grpo__importance_sampling_correction": True}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory, model):
-    folder = tmp_path_factory.mktemp("small") / "two-layers"
-    write_cut_model(model, [0, 3], folder)
-    return str(folder)
-
-
-def learning(method, small):
-    """Changes of the recipe for a drafter that learns by this method."""
-    speculation = {"method": method, "num_speculative_tokens": 2}
-    if method == "small_model":
-        speculation["model"] = small
-    changes = {"rollout__speculative_config": speculation, "draft__enabled": True}
-    return changes | ({"draft__vocab_size": None} if method in ("mtp", "small_model") else {})
 
 
 def learner_of(folder, name, step=STEPS):

@@ -13,11 +13,6 @@ from tests.build.tiny_runs import model_folder, recipe
 from tests.models.eagle3_fakes import tiny_head
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def refused(monkeypatch, capsys, tmp_path):
     """Runs the command line; the one line it must answer with."""

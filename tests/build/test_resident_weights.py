@@ -18,12 +18,7 @@ from leadout.pipeline.requests import make_requests
 from leadout.recipe import load_recipe
 from leadout.records import SamplingParams
 from leadout.text import TextCodec
-from tests.build.tiny_runs import STEPS, model_folder, recipe, train
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("model"))
+from tests.build.tiny_runs import STEPS, recipe, train
 
 
 def after_a_run(path) -> RunParts:

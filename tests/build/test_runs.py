@@ -15,16 +15,10 @@ from leadout.build.generator import make_decoder
 from leadout.config import Draft
 from leadout.errors import CheckpointError, LeadoutError, TrainingError
 from leadout.metrics import read_rows
-from leadout.models.cut_layers import write_cut_model
 from leadout.models.loading import iter_weights, read_config
 from leadout.models.spec import DecoderSpec
 from leadout.recipe import load_recipe
-from tests.build.tiny_runs import STEPS, model_folder, recipe, start, train, unmeasured
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("model"))
+from tests.build.tiny_runs import STEPS, learning, model_folder, recipe, start, train, unmeasured
 
 
 @pytest.fixture(scope="module")
@@ -100,22 +94,6 @@ def test_the_policy_is_the_same_to_the_bit_whether_the_drafter_learns_or_not(tmp
     start_weights = load_file(model / "model.safetensors")
     assert not torch.equal(policies[0]["model.norm.weight"], start_weights["model.norm.weight"])
     assert rollouts == (tmp_path / "runs" / "true" / "rollouts.jsonl").read_text()
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory, model):
-    folder = tmp_path_factory.mktemp("small") / "two-layers"
-    write_cut_model(model, [0, 3], folder)
-    return str(folder)
-
-
-def learning(method, small):
-    """Changes of the recipe for a drafter that learns by this method."""
-    speculation = {"method": method, "num_speculative_tokens": 2}
-    if method.endswith("small_model"):
-        speculation["model"] = small
-    changes = {"rollout__speculative_config": speculation, "draft__enabled": True}
-    return changes | ({"draft__vocab_size": None} if method.endswith(("mtp", "small_model")) else {})
 
 
 @pytest.mark.parametrize("method", ["parallel", "mtp", "small_model", "history+small_model"])

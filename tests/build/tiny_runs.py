@@ -89,6 +89,15 @@ def recipe(folder: Path, model: Path, **changes: Any) -> Path:
     return path
 
 
+def learning(method: str, small: str) -> dict[str, Any]:
+    """Changes of the recipe for a drafter that learns by this method; `small`: the folder of a small model."""
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
+    if method.endswith("small_model"):
+        speculation["model"] = small
+    changes: dict[str, Any] = {"rollout__speculative_config": speculation, "draft__enabled": True}
+    return changes | ({"draft__vocab_size": None} if method.endswith(("mtp", "small_model")) else {})
+
+
 def train(path: Path, *overrides: str, resume: Path | None = None) -> tuple[Path, str]:
     """Carry out a recipe in this process; the run folder and what was printed."""
     printed = io.StringIO()
