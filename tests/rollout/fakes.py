@@ -14,7 +14,7 @@ import torch
 
 from leadout.draft_length.controller import DraftLength, FixedLength
 from leadout.interfaces import Draft, DraftProbs, Noise
-from leadout.models.decoder import DecoderStates
+from leadout.models.decoder import DecoderStates, keep_newest
 from leadout.models.kv import KVSlots
 from leadout.models.sampling import Law
 from leadout.models.spec import DecoderSpec
@@ -55,6 +55,8 @@ class MarkovDecoder:
         slots: Sequence[int],
         taps: tuple[int, ...] = (),
         counts_B: np.ndarray | None = None,
+        *,
+        newest: bool = False,
     ) -> DecoderStates:
         batch, width = tokens_BN.shape
         self.forward_widths.append((batch, width))
@@ -68,7 +70,8 @@ class MarkovDecoder:
         one_hot = torch.nn.functional.one_hot
         pair = torch.cat([one_hot(before_BN, self.vocab_size), one_hot(tokens_BN, self.vocab_size)], -1)
         hidden = pair.double() * real_BN[..., None]
-        return DecoderStates(hidden_BNH=hidden, taps_BNF=hidden.clone() if taps else None)
+        states = DecoderStates(hidden_BNH=hidden, taps_BNF=hidden.clone() if taps else None)
+        return keep_newest(states, counts_B) if newest else states
 
     def logits(self, hidden_XH: torch.Tensor) -> torch.Tensor:
         before_X = hidden_XH[:, : self.vocab_size].argmax(-1)

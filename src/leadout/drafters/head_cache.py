@@ -92,6 +92,34 @@ class HeadCache:
         self._down = packed(mlp.down_proj)
         self._lm_head = packed(head.lm_head) if isinstance(head, Eagle3Head) else None
 
+    @property
+    def drafts_at_once(self) -> bool:
+        """Whether `draft` makes whole drafts: one token after another, where the native kernels run the head."""
+        return self._native is not None and not self._head.parallel
+
+    def draft(
+        self,
+        slots: Sequence[int],
+        tokens_SM: torch.Tensor,
+        taps_SMF: torch.Tensor,
+        counts_B: npt.NDArray[np.int64],
+        embedding_PH: torch.Tensor,
+        uniforms_BK: torch.Tensor,
+        temperature_B: torch.Tensor,
+        token_ids_V: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Append the true entries that wait in the slots, then draft K tokens a row from the tempered laws.
+
+        Returns columns and policy ids i64[B, K] and laws f32[B, K, V]; None if the head's logits are not finite.
+        """
+        assert self._native is not None
+        slots_B = np.array(slots, np.int64)
+        start_B = self.lengths[slots_B]
+        self.lengths[slots_B] = start_B + counts_B
+        return self._native.draft(
+            slots_B, start_B, counts_B, tokens_SM, taps_SMF, embedding_PH, uniforms_BK, temperature_B, token_ids_V
+        )
+
     def run(
         self,
         slots: Sequence[int],

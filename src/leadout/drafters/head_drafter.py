@@ -19,16 +19,17 @@ import numpy.typing as npt
 import torch
 
 from leadout.drafters.head_cache import HeadCache
+from leadout.drafters.waiting import WaitingEntries
 from leadout.errors import ModelError, RefitError
 from leadout.interfaces import Draft, DraftProbs, Noise
 from leadout.models.draft_head import DraftHead, DraftHeadSpec
 from leadout.models.sampling import Law, ParamsBatch, filter_weights, tempered_weights
 from leadout.records import Request, SamplingParams
 
-_GROW = 16
-_MOST_UNWRITTEN = 32
-_AHEAD = 2
-"""Places kept free behind a row's newest entry."""
+_NOT_FINITE = (
+    "the draft head gives logits that are not finite: its weights are broken; start it anew or from "
+    "another checkpoint, or set rollout.speculative_config: null"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,18 +78,13 @@ class HeadDrafter:
         self._params: dict[int, SamplingParams] = {}
         self._batch: tuple[list[int], ParamsBatch] | None = None
         self._prompts: list[_Prompt] = []
-        self._taps_SMF = torch.zeros((num_slots, _GROW, self._head.spec.fused_size), dtype=dtype, device=device)
-        self._tokens_SM = torch.zeros((num_slots, _GROW), dtype=torch.int64, device=device)
-        self._backlog_S = np.zeros(num_slots, np.int64)
-        self._longest_backlog = max_len + _AHEAD
-        self._unwritten: list[tuple[Sequence[int], torch.Tensor, torch.Tensor]] = []
-        """Plain steps not yet in the backlog, slots, tokens and taps of each: writing many at once costs as one."""
+        self._waiting = WaitingEntries(num_slots, max_len, self._head.spec.fused_size, dtype=dtype, device=device)
         self.version = 0
 
     @staticmethod
     def bytes_per_slot(spec: DraftHeadSpec, max_len: int, dtype: torch.dtype) -> int:
         """Memory of one slot in bytes: cached keys and values, and a row's states where none of them has been run."""
-        waiting = (max_len + _AHEAD) * (spec.fused_size * dtype.itemsize + torch.int64.itemsize)
+        waiting = WaitingEntries.bytes_per_slot(spec.fused_size, max_len, dtype)
         return HeadCache.bytes_per_slot(spec, max_len, dtype) + waiting
 
     @property
@@ -109,7 +105,7 @@ class HeadDrafter:
     @property
     def backlog_bytes(self) -> int:
         """Memory of entries waiting to be run."""
-        return self._taps_SMF.numel() * self._taps_SMF.element_size()
+        return self._waiting.nbytes
 
     def admit(self, slots: Sequence[int], requests: Sequence[Request], prompt_taps_PF: torch.Tensor | None) -> None:
         """Remember the prompt's entries; nothing runs before the first draft."""
@@ -119,11 +115,9 @@ class HeadDrafter:
             context.append(requests[0].given.token_ids)
         tokens_P = torch.from_numpy(np.concatenate(context).astype(np.int64)).to(self._device)
         self._batch = None
-        self._write_steps()
         for slot, request in zip(slots, requests, strict=True):
             self._params[slot] = request.params
-            self._taps_SMF[slot, 0] = prompt_taps_PF[-1]
-        self._backlog_S[list(slots)] = 0
+        self._waiting.open(slots, prompt_taps_PF[-1])
         self._cache.lengths[list(slots)] = 0
         if tokens_P.numel() > 1:
             # The last prompt state pairs with the first generated token, which siblings do not share.
@@ -137,69 +131,47 @@ class HeadDrafter:
         taps_BNF: torch.Tensor | None,
     ) -> None:
         """Append entries to the backlog."""
-        if tokens_BN.shape[1] == 1 and taps_BNF is not None:
-            # After a plain step: what a drafter that rests costs.
-            self._unwritten.append((slots, tokens_BN, taps_BNF))
-            if len(self._unwritten) >= _MOST_UNWRITTEN:
-                self._write_steps()
-            return
-        self._write_steps()
-        slots_B = np.array(slots, np.int64)
-        column_N = np.arange(tokens_BN.shape[1])
-        mask_BN = column_N < counts_B[:, None]
-        mask = torch.from_numpy(mask_BN).to(self._device)
-        slot_X = np.broadcast_to(slots_B[:, None], mask_BN.shape)[mask_BN]
-        place_X = (self._backlog_S[slots_B][:, None] + column_N)[mask_BN]
-        self._write(slot_X, place_X, tokens_BN[mask], None if taps_BNF is None else taps_BNF[mask])
-        self._backlog_S[slots_B] += counts_B
-
-    def _write_steps(self) -> None:
-        """Put the plain steps that were only noted into the backlog."""
-        if not self._unwritten:
-            return
-        steps, self._unwritten = self._unwritten, []
-        places, slots = [], []
-        for slots_of_step, _, _ in steps:
-            slots_B = np.array(slots_of_step, np.int64)
-            slots.append(slots_B)
-            places.append(self._backlog_S[slots_B])
-            self._backlog_S[slots_B] += 1
-        _, tokens, taps = zip(*steps, strict=True)
-        self._write(
-            np.concatenate(slots),
-            np.concatenate(places),
-            torch.cat(tokens)[:, 0],
-            torch.cat(taps)[:, 0],
-        )
-
-    def _write(
-        self,
-        slot_X: npt.NDArray[np.int64],
-        place_X: npt.NDArray[np.int64],
-        tokens_X: torch.Tensor,
-        taps_XF: torch.Tensor | None,
-    ) -> None:
-        """Put entries into the backlog; one copy over a flat index, which costs a tenth of two indices."""
-        self._reserve(int(place_X.max()) + _AHEAD)
-        flat_X = torch.from_numpy(slot_X * self._tokens_SM.shape[1] + place_X).to(self._device)
-        self._tokens_SM.view(-1).index_copy_(0, flat_X, tokens_X)
-        if taps_XF is not None:
-            self._taps_SMF.flatten(0, 1).index_copy_(0, flat_X, taps_XF.to(self._taps_SMF.dtype))
-
-    def _reserve(self, width: int) -> None:
-        """Widen the backlog, doubling so that growth is rare, but not past the longest row."""
-        have = self._tokens_SM.shape[1]
-        if width > have:
-            extra = max(width, min(2 * have, self._longest_backlog)) - have
-            self._tokens_SM = torch.nn.functional.pad(self._tokens_SM, (0, extra))
-            self._taps_SMF = torch.nn.functional.pad(self._taps_SMF, (0, 0, 0, extra))
+        self._waiting.add(slots, tokens_BN, counts_B, taps_BNF)
 
     def propose(self, slots: Sequence[int], lengths_B: npt.NDArray[np.int64], noise: Noise) -> Draft:
         """Run the backlog, then draft."""
-        self._write_steps()
         self._run_prompts(slots)
         params = self._draft_params(slots)
         num_drafts = int(lengths_B.max())
+        if self._cache.drafts_at_once and not (self._greedy or params.any_filters or params.any_greedy):
+            columns_BK, tokens_BK, values_BKV = self._draft_at_once(slots, params, noise, num_drafts)
+        else:
+            columns_BK, values_BKV = self._draft_one_by_one(slots, params, noise, num_drafts)
+            tokens_BK = columns_BK if self._token_ids_V is None else self._token_ids_V[columns_BK]
+        probs = None
+        if not self._greedy:
+            probs = DraftProbs(values_BKV=values_BKV, columns_BK=columns_BK, token_ids_V=self._token_ids_V)
+        return Draft(tokens_BK=tokens_BK, counts_B=lengths_B.copy(), probs=probs)
+
+    def _draft_at_once(
+        self, slots: Sequence[int], params: ParamsBatch, noise: Noise, num_drafts: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Columns and tokens, i64[B, K], and laws, f32[B, K, V], of all drafts from one native call."""
+        uniforms_BK = torch.stack([noise.draft_uniforms(depth) for depth in range(num_drafts)], 1)
+        counts_B = self._waiting.take(slots)
+        drafts = self._cache.draft(
+            slots,
+            self._waiting.tokens_SM,
+            self._waiting.taps_SMF,
+            counts_B,
+            self._head.embedding_table(self._policy_embedding()),
+            uniforms_BK,
+            params.temperature_X,
+            self._token_ids_V,
+        )
+        if drafts is None:
+            raise ModelError(_NOT_FINITE)
+        return drafts
+
+    def _draft_one_by_one(
+        self, slots: Sequence[int], params: ParamsBatch, noise: Noise, num_drafts: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns, i64[B, K], and laws, [B, K, V]."""
         known = self._run_backlog(slots, num_drafts)
         columns, values = [], []
         for depth in range(num_drafts):
@@ -211,22 +183,14 @@ class HeadDrafter:
             if len(known) <= depth + 1 < num_drafts:
                 tokens_B = column_B if self._token_ids_V is None else self._token_ids_V[column_B]
                 hidden_BH = self._cache.extend(slots, hidden_BH, self._embed(tokens_B), depth)
-        columns_BK = torch.stack(columns, 1)
-        tokens_BK = columns_BK if self._token_ids_V is None else self._token_ids_V[columns_BK]
-        probs = None
-        if not self._greedy:
-            probs = DraftProbs(values_BKV=torch.stack(values, 1), columns_BK=columns_BK, token_ids_V=self._token_ids_V)
-        return Draft(tokens_BK=tokens_BK, counts_B=lengths_B.copy(), probs=probs)
+        return torch.stack(columns, 1), torch.stack(values, 1)
 
     def _choose(
         self, logits_BV: torch.Tensor, params: ParamsBatch, noise: Noise, depth: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One draft per row and the law it was drawn from (empty when greedy)."""
         if not bool(torch.isfinite(logits_BV.sum())):
-            raise ModelError(
-                "the draft head gives logits that are not finite: its weights are broken; start it anew or from "
-                "another checkpoint, or set rollout.speculative_config: null"
-            )
+            raise ModelError(_NOT_FINITE)
         if self._greedy:
             return logits_BV.argmax(-1), logits_BV[:, :0]
         if params.any_filters or params.any_greedy:
@@ -263,11 +227,10 @@ class HeadDrafter:
     def _run_backlog(self, slots: Sequence[int], num_drafts: int) -> list[torch.Tensor]:
         """Run what was observed since the last draft; outputs [B, H] by depth: the newest entry's, or all at once."""
         index_B = torch.as_tensor(list(slots), device=self._device)
-        counts_B = self._backlog_S[list(slots)]
-        assert counts_B.min() >= 1, "every row has gained a token since its last draft"
+        counts_B = self._waiting.take(slots)
         width = int(counts_B.max())
-        taps_BMF, embeddings_BMH = self._taps_SMF[index_B, :width], self._embed(self._tokens_SM[index_B, :width])
-        self._backlog_S[list(slots)] = 0
+        taps_BMF = self._waiting.taps_SMF[index_B, :width]
+        embeddings_BMH = self._embed(self._waiting.tokens_SM[index_B, :width])
         if self._head.parallel:
             hidden_BKH = self._cache.run_parallel(slots, taps_BMF, embeddings_BMH, counts_B, num_drafts)
             return list(hidden_BKH.unbind(1))
@@ -280,8 +243,7 @@ class HeadDrafter:
         for prompt in self._prompts:
             prompt.slots.difference_update(slots)
         self._prompts = [prompt for prompt in self._prompts if prompt.slots]
-        self._write_steps()
-        self._backlog_S[list(slots)] = 0
+        self._waiting.release(slots)
 
     def load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Take new weights. Raises RefitError, before anything changed, when names or shapes differ."""

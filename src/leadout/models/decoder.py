@@ -16,7 +16,7 @@ K key-value heads, G = A / K, M = 2K, C = A + 2K, D head dimension, L context, P
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,15 @@ class _Block:
     cos: torch.Tensor
     sin: torch.Tensor
     mask: torch.Tensor | None
+
+
+def keep_newest(states: DecoderStates, counts_B: npt.NDArray[np.int64] | None) -> DecoderStates:
+    """The states of each row's last real token, [B, 1, H]."""
+    hidden_BNH = states.hidden_BNH
+    batch, width, size = hidden_BNH.shape
+    last_B = np.full(batch, width - 1) if counts_B is None else np.maximum(counts_B - 1, 0)
+    index_B11 = torch.from_numpy(last_B).to(hidden_BNH.device)[:, None, None]
+    return replace(states, hidden_BNH=hidden_BNH.gather(1, index_B11.expand(batch, 1, size)))
 
 
 def _check_fits(needed_B: npt.NDArray[np.int64], kv: KVSlots) -> None:
@@ -132,7 +141,6 @@ class FusedDecoder:
         ]
         self._embedding, self._norm, self._head, self._layers = embedding, norm, head, layers
 
-    @torch.no_grad()
     def forward(
         self,
         tokens_BN: torch.Tensor,
@@ -140,6 +148,8 @@ class FusedDecoder:
         slots: Sequence[int],
         taps: tuple[int, ...] = (),
         counts_B: npt.NDArray[np.int64] | None = None,
+        *,
+        newest: bool = False,
     ) -> DecoderStates:
         """Run a block of tokens, i64[B, N], that follows what the slots hold.
 
@@ -147,7 +157,9 @@ class FusedDecoder:
         tokens see their own cache and, causally, their block. Columns at and past ``counts_B[b]`` are padding: any
         valid token id, results meaningless, cache entries overwritten by later tokens. Lengths are not advanced.
 
-        Tap i is the residual stream entering layer i, tap `num_layers` the one entering the final norm.
+        Tap i is the residual stream entering layer i, tap `num_layers` the one entering the final norm. With `newest`
+        only the state of each row's last token that is not padding is kept, [B, 1, H]; that of rows without any means
+        nothing.
 
         Raises:
             CapacityError: tokens that are not padding would fall past the end of a slot.
@@ -155,7 +167,20 @@ class FusedDecoder:
         """
         assert all(0 <= tap <= self.spec.num_layers for tap in taps), "taps name layers 0..num_layers"
         if self._native is not None:
-            return self._forward_native(self._native, tokens_BN, kv, slots, taps, counts_B)
+            # Outside `no_grad`, whose switching costs a tenth of a millisecond when caches are cold.
+            return self._forward_native(self._native, tokens_BN, kv, slots, taps, counts_B, newest)
+        states = self._forward_pytorch(tokens_BN, kv, slots, taps, counts_B)
+        return keep_newest(states, counts_B) if newest else states
+
+    @torch.no_grad()
+    def _forward_pytorch(
+        self,
+        tokens_BN: torch.Tensor,
+        kv: KVSlots,
+        slots: Sequence[int],
+        taps: tuple[int, ...],
+        counts_B: npt.NDArray[np.int64] | None,
+    ) -> DecoderStates:
         block = self._block(tokens_BN, kv, slots, counts_B)
         hidden_XH = F.embedding(tokens_BN.reshape(-1), self._embedding)
         tapped: dict[int, torch.Tensor] = {}
@@ -177,6 +202,7 @@ class FusedDecoder:
         slots: Sequence[int],
         taps: tuple[int, ...],
         counts_B: npt.NDArray[np.int64] | None,
+        newest: bool,
     ) -> DecoderStates:
         batch, width = tokens_BN.shape
         assert batch == len(slots) and kv.max_len <= self.max_len and kv.dtype is self.dtype
@@ -186,16 +212,17 @@ class FusedDecoder:
         counts_B = np.full(batch, width, np.int64) if counts_B is None else np.ascontiguousarray(counts_B, np.int64)
         _check_fits(lengths_B + counts_B, kv)
         hidden_BNH, taps_BNF = native.forward(
-            tokens_BN, kv.addresses(), kv.strides, kv.rows_array(slots), lengths_B, counts_B, taps
+            tokens_BN, kv.addresses, kv.strides, kv.rows_array(slots), lengths_B, counts_B, taps, newest
         )
-        return DecoderStates(hidden_BNH=hidden_BNH, taps_BNF=taps_BNF)
+        states = DecoderStates(hidden_BNH=hidden_BNH, taps_BNF=taps_BNF)
+        return keep_newest(states, counts_B) if newest and hidden_BNH.shape[1] > 1 else states
 
-    @torch.no_grad()
     def logits(self, hidden_XH: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states taken after the final norm: [X, H] -> f32[X, V] (f64 in float64)."""
         if self._native is not None:
             return self._native.logits(hidden_XH)
-        return self._head(hidden_XH)
+        with torch.no_grad():
+            return self._head(hidden_XH)
 
     @torch.no_grad()
     def prefill(
@@ -209,9 +236,9 @@ class FusedDecoder:
         parts: list[torch.Tensor] = []
         last_1H = torch.empty(0)
         for piece_N in torch.split(tokens_P, chunk):
-            states = self.forward(piece_N[None], kv, [slot], taps)
+            states = self.forward(piece_N[None], kv, [slot], taps, newest=True)
             kv.advance([slot], np.array([len(piece_N)], np.int64))
-            last_1H = states.hidden_BNH[0, -1:]
+            last_1H = states.hidden_BNH[0]
             if states.taps_BNF is not None:
                 parts.append(states.taps_BNF[0])
         return last_1H, torch.cat(parts) if parts else None

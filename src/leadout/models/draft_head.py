@@ -226,9 +226,13 @@ class DraftHead(nn.Module):
 
     def embed(self, token_ids_N: Tensor, policy_embedding_PH: Tensor) -> Tensor:
         """Token embeddings [N, H], its own if it has them; never a path for gradients."""
+        return F.embedding(token_ids_N, self.embedding_table(policy_embedding_PH))
+
+    def embedding_table(self, policy_embedding_PH: Tensor) -> Tensor:
+        """[P, H], detached: its own if it has one, else the policy's."""
         own: Any = self._modules.get("embed_tokens")
-        table = policy_embedding_PH if own is None else own.weight
-        return F.embedding(token_ids_N, table.detach())
+        table: Tensor = policy_embedding_PH if own is None else own.weight
+        return table.detach()
 
     def fuse(self, taps_NF: Tensor) -> Tensor:
         """Features [N, H] of tapped policy states, concatenated in the order of `layer_ids`."""

@@ -53,6 +53,8 @@ class KVSlots:
         self.dtype = dtype
         self._device = torch.device(device)
         self._layers: list[torch.Tensor] = []
+        self.addresses: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        """Where each layer's cache lies, i64[num_layers], for code that reads it in place."""
         self.set_allocated(True)
 
     def set_allocated(self, allocated: bool) -> None:
@@ -64,6 +66,7 @@ class KVSlots:
             self._layers = [
                 torch.zeros(self._shape, dtype=self.dtype, device=self._device) for _ in range(self._num_layers)
             ]
+        self.addresses = np.array([layer.data_ptr() for layer in self._layers], np.int64)
 
     @staticmethod
     def bytes_per_slot(spec: DecoderSpec, max_len: int, dtype: torch.dtype) -> int:
@@ -169,10 +172,6 @@ class KVSlots:
         cache = self._layers[layer][:, :, :length]
         block_BMLD = cache[rows] if isinstance(rows, slice) else cache.index_select(0, rows)
         return block_BMLD[:, : self._num_kv_heads], block_BMLD[:, self._num_kv_heads :]
-
-    def addresses(self) -> npt.NDArray[np.int64]:
-        """Where each layer's cache lies, i64[num_layers], for code that reads it in place."""
-        return np.array([layer.data_ptr() for layer in self._layers], np.int64)
 
     @property
     def strides(self) -> tuple[int, int]:

@@ -113,6 +113,9 @@ class Law:
     def logprob(self, ids_X: torch.Tensor) -> torch.Tensor:
         """f64[X]: log-probability of one token per law."""
         if self.log_weights_XV is None:
+            library = native_for(self.weights_XV)
+            if library is not None:
+                return library.logprobs(self.weights_XV, self.total_X, ids_X)
             return self.prob(ids_X).log()
         return self.log_weights_XV.gather(-1, ids_X[:, None]).squeeze(-1).double() - self.total_X.log()
 

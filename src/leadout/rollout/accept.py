@@ -23,7 +23,6 @@ import numpy.typing as npt
 import torch
 
 from leadout.interfaces import Draft, DraftProbs
-from leadout.models.native.library import NativeLibrary
 from leadout.models.sampling import Law, native_for
 from leadout.rollout.numbers import RoundNumbers
 
@@ -111,6 +110,12 @@ def verify_sampled(law: Law, draft: Draft, probs: DraftProbs, numbers: RoundNumb
     """Accept with min(1, p/q); at the first rejection draw from the residual, after none from p."""
     num_rows, num_drafts = draft.tokens_BK.shape
     device = draft.tokens_BK.device
+    library = native_for(law.weights_XV)
+    if library is not None and probs.values_BKV.dtype is torch.float32:
+        weights = law.weights_XV, law.block_sums_XC, law.total_X
+        numbers_3BN = numbers.judging_uniforms(num_drafts + 1)
+        drafts = draft.tokens_BK, draft.counts_B, probs.values_BKV, probs.columns_BK, probs.token_ids_V
+        return Verdict(*library.judge(weights, *drafts, numbers_3BN, MIN_RESIDUAL_MASS))
     index_BK = torch.arange(num_rows, device=device)[:, None] * (num_drafts + 1)
     index_BK = index_BK + torch.arange(num_drafts, device=device)
     p_BK = law.weights_XV[index_BK, draft.tokens_BK].double() / law.total_X[index_BK]
@@ -127,9 +132,6 @@ def draw_next(
     """i64[B]: the correction of rows that rejected a draft, the bonus of the others. One draw per row."""
     num_rows, num_drafts = draft.tokens_BK.shape
     device = draft.tokens_BK.device
-    library = native_for(law.weights_XV)
-    if library is not None and probs.values_BKV.dtype is torch.float32:
-        return _draw_next_native(library, law, draft, probs, accepted_B, numbers)
     offset_B = torch.from_numpy(accepted_B).to(device)
     last = law.rows(torch.arange(num_rows, device=device) * (num_drafts + 1) + offset_B)
     token_uniforms_B = numbers.token_uniforms(num_drafts + 1).gather(-1, offset_B[:, None]).squeeze(-1)
@@ -142,33 +144,6 @@ def draw_next(
     uniforms_B = token_uniforms_B.clone()
     uniforms_B[rejected_R] = numbers.residual_uniforms(accepted_B)[rejected_R]
     return Law.from_weights(weights_BV).draw(uniforms_B)
-
-
-def _draw_next_native(
-    library: NativeLibrary,
-    law: Law,
-    draft: Draft,
-    probs: DraftProbs,
-    accepted_B: npt.NDArray[np.int64],
-    numbers: RoundNumbers,
-) -> torch.Tensor:
-    """`draw_next` without an array of the vocabulary's size for every row."""
-    num_rows, num_drafts = draft.tokens_BK.shape
-    rejected_B = accepted_B < draft.counts_B
-    row_B = np.arange(num_rows)
-    token_B = numbers.token_uniforms(num_drafts + 1).numpy()[row_B, accepted_B]
-    uniforms_B = np.where(rejected_B, numbers.residual_uniforms(accepted_B).numpy(), token_B)
-    return library.draw_next(
-        law.weights_XV,
-        law.block_sums_XC,
-        law.total_X,
-        row_B * (num_drafts + 1) + accepted_B,
-        np.where(rejected_B, row_B * num_drafts + accepted_B, -1),
-        probs.values_BKV.flatten(0, 1).contiguous(),
-        probs.token_ids_V,
-        MIN_RESIDUAL_MASS,
-        torch.from_numpy(uniforms_B),
-    )
 
 
 def leading(holds_BK: torch.Tensor, counts_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -70,7 +70,7 @@ class _Share:
         """Its rows and columns."""
         if self.rows_S is not None:
             x_BN = x_BN[torch.from_numpy(self.rows_S).to(x_BN.device)]
-        return x_BN[:, : self.width]
+        return x_BN if x_BN.shape[1] == self.width else x_BN[:, : self.width]
 
 
 def decide(
@@ -85,12 +85,22 @@ def decide(
     """Judge every row; `hidden_BNH` are the states of `tokens_BN` after the final norm."""
     shares = _shares(live, numbers, drafted)
     states = [share.take(hidden_BNH).flatten(0, 1) for share in shares]
-    logits_XV = parts.decoder.logits(states[0] if len(states) == 1 else torch.cat(states))
-    outcomes = []
-    for share, logits in zip(shares, logits_XV.split([len(state) for state in states]), strict=True):
-        laws = sampler.laws(logits, share.live.params, share.live.slots, share.take(tokens_BN))
-        outcomes.append(_outcome(share, laws, _verdict(parts, share, laws)))
-    return outcomes[0] if len(outcomes) == 1 else _merged(shares, outcomes, tokens_BN)
+    if len(shares) == 1:
+        return _decided(parts, sampler, shares[0], tokens_BN, parts.decoder.logits(states[0]))
+    logits_XV = parts.decoder.logits(torch.cat(states))
+    outcomes = [
+        _decided(parts, sampler, share, tokens_BN, logits)
+        for share, logits in zip(shares, logits_XV.split([len(state) for state in states]), strict=True)
+    ]
+    return _merged(shares, outcomes, tokens_BN)
+
+
+def _decided(
+    parts: EngineParts, sampler: LawMaker, share: _Share, tokens_BN: torch.Tensor, logits_XV: torch.Tensor
+) -> Decision:
+    """What a share emits, from its logits."""
+    laws = sampler.laws(logits_XV, share.live.params, share.live.slots, share.take(tokens_BN))
+    return _outcome(share, laws, _verdict(parts, share, laws))
 
 
 def _shares(live: LiveRows, numbers: RoundNumbers, drafted: Drafted | None) -> list[_Share]:
@@ -109,7 +119,7 @@ def _shares(live: LiveRows, numbers: RoundNumbers, drafted: Drafted | None) -> l
 def _verdict(parts: EngineParts, share: _Share, laws: Laws) -> Verdict:
     if share.draft is not None:
         return parts.rule(laws.sampled, share.draft, share.numbers)
-    next_S = laws.sampled.draw(share.numbers.token_uniforms(1)[:, 0])
+    next_S = laws.sampled.draw(share.numbers.next_uniforms())
     return Verdict(np.zeros(len(share.live.rows), np.int64), next_S)
 
 
@@ -117,10 +127,10 @@ def _outcome(share: _Share, laws: Laws, verdict: Verdict) -> Decision:
     """The emitted tokens of a share and their log-probabilities."""
     emitted_SM = emitted_tokens(share.draft, verdict)
     flat_X, shape = emitted_SM.reshape(-1), tuple(emitted_SM.shape)
-    logprobs_SM = laws.sampled.logprob(flat_X).reshape(shape).cpu().numpy()
+    logprobs_SM = laws.sampled.logprob(flat_X).cpu().numpy().reshape(shape)
     policy_SM = logprobs_SM
     if laws.policy is not laws.sampled:
-        policy_SM = laws.policy.logprob(flat_X).reshape(shape).cpu().numpy()
+        policy_SM = laws.policy.logprob(flat_X).cpu().numpy().reshape(shape)
     return Decision(emitted_SM.cpu().numpy(), emitted_SM, verdict.accepted_B, logprobs_SM, policy_SM)
 
 
@@ -128,9 +138,11 @@ def emitted_tokens(draft: Draft | None, verdict: Verdict) -> torch.Tensor:
     """i64[B, N]: accepted drafts followed by the correction or bonus; later columns are meaningless."""
     if draft is None:
         return verdict.next_B[:, None]
-    tokens_BN = torch.nn.functional.pad(draft.tokens_BK, (0, 1))
-    accepted_B1 = torch.from_numpy(verdict.accepted_B).to(tokens_BN.device)[:, None]
-    return tokens_BN.scatter(1, accepted_B1, verdict.next_B[:, None])
+    num_rows, num_drafts = draft.tokens_BK.shape
+    tokens_BN = np.zeros((num_rows, num_drafts + 1), np.int64)
+    tokens_BN[:, :num_drafts] = draft.tokens_BK.cpu().numpy()
+    tokens_BN[np.arange(num_rows), verdict.accepted_B] = verdict.next_B.cpu().numpy()
+    return torch.from_numpy(tokens_BN).to(draft.tokens_BK.device)
 
 
 def _merged(shares: list[_Share], outcomes: list[Decision], tokens_BN: torch.Tensor) -> Decision:

@@ -15,6 +15,8 @@ import torch
 
 from leadout.models.randomness import Purpose, round_uniforms
 
+_JUDGING = (Purpose.ACCEPT, Purpose.RESIDUAL, Purpose.TOKEN)
+
 
 @dataclass(frozen=True, slots=True)
 class RoundNumbers:
@@ -51,7 +53,8 @@ class RoundNumbers:
         return np.asarray(self._made[-1][purpose, :, :width])
 
     def _place(self, numbers: npt.NDArray[np.float64]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self.device)
+        placed = torch.from_numpy(np.ascontiguousarray(numbers))
+        return placed if self.device.type == "cpu" else placed.to(self.device)
 
     def draft_uniforms(self, depth: int) -> torch.Tensor:
         """f64[B] for sampling draft `depth` (0-based)."""
@@ -64,6 +67,14 @@ class RoundNumbers:
     def token_uniforms(self, num_positions: int) -> torch.Tensor:
         """f64[B, N] for drawing from the policy itself at each position."""
         return self._place(self._block(num_positions, Purpose.TOKEN))
+
+    def next_uniforms(self) -> torch.Tensor:
+        """f64[B] for drawing the round's first token from the policy itself."""
+        return self._place(self._block(1, Purpose.TOKEN)[:, 0])
+
+    def judging_uniforms(self, num_positions: int) -> tuple[npt.NDArray[np.float64], ...]:
+        """f64[B, N] each for accepting, correcting and drawing, with one stride; on the host, wherever the rest is."""
+        return tuple(self._block(num_positions, purpose) for purpose in _JUDGING)
 
     def residual_uniforms(self, offset_B: npt.NDArray[np.int64]) -> torch.Tensor:
         """f64[B] for the correction at round position `offset_B`."""

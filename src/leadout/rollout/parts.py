@@ -31,8 +31,13 @@ class PolicyDecoder(Protocol):
         slots: Sequence[int],
         taps: tuple[int, ...] = (),
         counts_B: npt.NDArray[np.int64] | None = None,
+        *,
+        newest: bool = False,
     ) -> DecoderStates:
-        """Final-norm states (and tapped layer inputs) of new tokens appended after each slot's cached ones."""
+        """Final-norm states (and tapped layer inputs) of new tokens appended after each slot's cached ones.
+
+        `newest`: only the states of each row's last token that is not padding, [B, 1, H].
+        """
         ...
 
     def logits(self, hidden_XH: torch.Tensor) -> torch.Tensor:

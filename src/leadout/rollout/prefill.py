@@ -103,13 +103,12 @@ class Filling:
         chunk = max(1, max_tokens // len(self.batch))
         part_G = np.clip(self._counts_G - start, 0, chunk)
         taps = parts.drafter.taps if parts.drafter is not None else ()
-        states = parts.decoder.forward(self._tokens_GP[:, start : start + chunk], parts.kv, self._owners, taps, part_G)
+        tokens_GN = self._tokens_GP[:, start : start + chunk]
+        states = parts.decoder.forward(tokens_GN, parts.kv, self._owners, taps, part_G, newest=True)
         parts.kv.advance(self._owners, part_G)
         if states.taps_BNF is not None:
             self._tapped.append(states.taps_BNF)
-        last_G = np.clip(self._counts_G - 1 - start, 0, states.hidden_BNH.shape[1] - 1)
-        index_G = torch.from_numpy(last_G).to(parts.device)
-        here_GH = states.hidden_BNH.gather(1, index_G[:, None, None].expand(-1, 1, states.hidden_BNH.shape[-1]))[:, 0]
+        here_GH = states.hidden_BNH[:, 0]
         ends_here_G = torch.from_numpy((self._counts_G > start) & (self._counts_G <= start + chunk)).to(parts.device)
         self._last_GH = here_GH if self._last_GH is None else torch.where(ends_here_G[:, None], here_GH, self._last_GH)
         self._done += chunk

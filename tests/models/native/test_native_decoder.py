@@ -73,6 +73,29 @@ def test_ragged_blocks_with_padding_and_rollback_equal_full_passes(name: str) ->
             texts[slot] = text[:kept]
 
 
+@pytest.mark.parametrize("taps", [(), (0, 2), (1, 3)])
+@pytest.mark.parametrize("counts", [[25, 3, 0], [1, 2, 9]])
+def test_only_the_newest_states_are_the_last_ones_of_a_whole_pass(taps: tuple[int, ...], counts: list[int]) -> None:
+    fused = decoder(policy("qwen3"), native=None)
+    tokens_BN, after_B1 = tokens(3, max(counts)), tokens(3, 1, seed=2)
+    results = []
+    for newest in (False, True):
+        kv = cache(fused, 3)
+        slots = kv.allocate(3)
+        states_of = fused.forward(tokens_BN, kv, slots, taps, np.array(counts), newest=newest)
+        kv.advance(slots, np.array(counts))
+        results.append((states_of, fused.forward(after_B1, kv, slots).hidden_BNH))
+    (whole, after_whole), (newest_only, after_newest) = results
+    assert newest_only.hidden_BNH.shape == (3, 1, 48)
+    for row, count in enumerate(counts):
+        if count:
+            assert torch.equal(newest_only.hidden_BNH[row, 0], whole.hidden_BNH[row, count - 1])
+            if taps:
+                assert newest_only.taps_BNF is not None and whole.taps_BNF is not None
+                assert torch.equal(newest_only.taps_BNF[row, :count], whole.taps_BNF[row, :count])
+    assert torch.equal(after_newest, after_whole)
+
+
 def test_taps_are_the_inputs_of_their_layers_in_the_order_asked_for() -> None:
     model = policy("qwen3")
     fused = decoder(model, native=None)

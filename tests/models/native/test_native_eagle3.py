@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 
 from leadout.drafters.head_cache import HeadCache
+from leadout.drafters.head_drafter import HeadDrafter
+from leadout.errors import ModelError
 from leadout.models.eagle3 import Eagle3Spec, make_head
 from leadout.models.rope import RopeSpec
+from leadout.records import Prompt, Request, RolloutId, SamplingParams
 from tests.models.native.models import distance, needs_kernels
 
 pytestmark = needs_kernels
@@ -14,9 +20,8 @@ pytestmark = needs_kernels
 NORMS = [{}, {"fc_norm": False}, {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True}]
 
 
-def caches(mask: int | None = None, **norms: bool) -> tuple[HeadCache, HeadCache]:
-    """The same head natively in bfloat16 and by PyTorch in float32."""
-    spec = Eagle3Spec(
+def spec_of(mask: int | None = None, draft_vocab_size: int = 120, **norms: bool) -> Eagle3Spec:
+    return Eagle3Spec(
         hidden_size=96,
         num_heads=6,
         num_kv_heads=2,
@@ -26,12 +31,17 @@ def caches(mask: int | None = None, **norms: bool) -> tuple[HeadCache, HeadCache
         rope=RopeSpec(rope_type="default", theta=1e4, dim=32),
         max_position_embeddings=64,
         vocab_size=300,
-        draft_vocab_size=120,
+        draft_vocab_size=draft_vocab_size,
         layer_ids=(0, 1, 2),
         target_hidden_size=96,
         mask_token_id=mask,
         **norms,
     )
+
+
+def caches(mask: int | None = None, **norms: bool) -> tuple[HeadCache, HeadCache]:
+    """The same head natively in bfloat16 and by PyTorch in float32."""
+    spec = spec_of(mask, **norms)
     torch.manual_seed(0)
     head = make_head(spec).to(torch.bfloat16).requires_grad_(False)
     for parameter in head.parameters():
@@ -101,3 +111,85 @@ def test_logits_of_strided_states_outlive_whatever_takes_memory_meanwhile(monkey
 
     monkeypatch.setattr(runner._library.functions, "lo_head_logits", amid_others)
     assert torch.equal(native.logits(hidden_BH), expected)
+
+
+def drafters(at_once: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch, vocab: int = 120) -> list[HeadDrafter]:
+    """Native drafters of one head; those that are not `at_once` take one call per pass and per law."""
+    spec = spec_of(draft_vocab_size=vocab)
+    embedding = torch.randn(300, 96, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    torch.manual_seed(0)
+    head = make_head(spec)
+    made = []
+    for whole in at_once:
+        drafter = HeadDrafter(
+            copy.deepcopy(head),
+            policy_embedding=lambda: embedding,
+            num_slots=3,
+            max_len=64,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            temperature=1.3,
+        )
+        assert drafter._cache.drafts_at_once
+        if not whole:
+            slow = type("Slow", (HeadCache,), {"drafts_at_once": False})
+            monkeypatch.setattr(drafter._cache, "__class__", slow)
+        made.append(drafter)
+    return made
+
+
+@dataclass
+class Numbers:
+    """Uniforms by row and depth."""
+
+    values_BK: torch.Tensor
+
+    def draft_uniforms(self, depth: int) -> torch.Tensor:
+        return self.values_BK[:, depth]
+
+
+@pytest.mark.parametrize("vocab", [120, 300])
+def test_drafts_made_in_one_call_are_those_made_pass_by_pass(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = drafters((True, False), monkeypatch, vocab)
+    generator = torch.Generator().manual_seed(5)
+    requests = {
+        slot: Request(
+            rollout_id=RolloutId(slot, 0),
+            prompt=Prompt(id=str(slot), token_ids=np.arange(4 + 3 * slot, dtype=np.int32), text=""),
+            params=SamplingParams(temperature=0.7 + 0.3 * slot),
+        )
+        for slot in range(3)
+    }
+    for slot, request in requests.items():
+        taps_PF = torch.randn(len(request.prompt.token_ids), 288, generator=generator).to(torch.bfloat16)
+        for drafter in both:
+            drafter.admit([slot], [request], taps_PF)
+            drafter.observe([slot], torch.tensor([[slot]]), np.ones(1, np.int64), None)
+    for turn, (slots, lengths) in enumerate([([2, 0, 1], [3, 1, 2]), ([1, 0], [4, 4]), ([0, 1, 2], [1, 1, 1])]):
+        numbers = Numbers(torch.rand(len(slots), max(lengths), dtype=torch.float64, generator=generator))
+        found, expected = (drafter.propose(slots, np.array(lengths), numbers) for drafter in both)
+        assert torch.equal(found.tokens_BK, expected.tokens_BK)
+        assert found.probs is not None and expected.probs is not None
+        assert torch.equal(found.probs.columns_BK, expected.probs.columns_BK)
+        assert torch.equal(found.probs.values_BKV, expected.probs.values_BKV)
+        counts = np.array([1 + (turn + row) % 3 for row in range(len(slots))])
+        tokens_BN = torch.randint(0, 300, (len(slots), 3), generator=generator)
+        taps_BNF = torch.randn(len(slots), 3, 288, generator=generator).to(torch.bfloat16)
+        for drafter in both:
+            drafter.observe(slots, tokens_BN, counts, taps_BNF)
+
+
+def test_a_draft_of_weights_that_are_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = drafters((True,), monkeypatch)[0]
+    weights = {name: weight.clone() for name, weight in drafter._head.state_dict().items()}
+    weights["lm_head.weight"][5, 7] = torch.nan
+    drafter.load(weights, 1)
+    request = Request(
+        rollout_id=RolloutId(0, 0),
+        prompt=Prompt(id="p", token_ids=np.arange(3, dtype=np.int32), text=""),
+        params=SamplingParams(),
+    )
+    drafter.admit([0], [request], torch.ones(3, 288, dtype=torch.bfloat16))
+    drafter.observe([0], torch.tensor([[1]]), np.ones(1, np.int64), None)
+    with pytest.raises(ModelError, match="not finite"):
+        drafter.propose([0], np.array([2]), Numbers(torch.full((1, 2), 0.5, dtype=torch.float64)))

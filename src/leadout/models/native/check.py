@@ -69,7 +69,9 @@ def _agrees(library: NativeLibrary) -> bool:
     for width in (18, 1, _LENGTH - 19):
         lengths, counts = np.array([done], np.int64), np.array([width], np.int64)
         block_1N = tokens_N[None, done : done + width]
-        parts.append(native.forward(block_1N, addresses, strides, np.zeros(1, np.int64), lengths, counts, ())[0][0])
+        parts.append(
+            native.forward(block_1N, addresses, strides, np.zeros(1, np.int64), lengths, counts, (), False)[0][0]
+        )
         done += width
     expected_NH = _reference({name: tensor.float() for name, tensor in tensors.items()}, spec, tokens_N)
     found_NH = torch.cat(parts).float()

@@ -23,6 +23,7 @@ struct Block {
   int32_t batch, width;
   bf16* const* caches;  // one per layer
   int64_t row_stride, head_stride;  // in elements
+  int32_t newest;                   // only the state of each row's last token is wanted
 };
 
 class Decoder {
@@ -38,9 +39,12 @@ class Decoder {
   Buffer<float> final_norm, cosine, sine;
   const bf16* embedding = nullptr;  // the caller keeps it
 
-  // taps: layer indices; tapped bf16[B, N, num_taps H]; hidden bf16[B, N, H] after the final norm, 0 for padding.
+  // taps: layer indices; tapped bf16[B, N, num_taps H]; hidden bf16[B, N, H] after the final norm, 0 for padding; with
+  // `newest` bf16[B, H], 0 for rows without tokens: the last layer leaves keys and values of all tokens, and goes on with
+  // the last one of each row. No tap may then be `layers`.
   void forward(Pool& pool, const Block& block, const int32_t* taps, int num_taps, bf16* tapped, bf16* hidden) {
-    const int rows = place(block), size = spec.hidden;
+    const int size = spec.hidden;
+    int rows = place(block);
     reserve(rows);
     if (rows == 0) return;
     embed(pool, block, rows);
@@ -52,7 +56,10 @@ class Decoder {
       const int width = (spec.heads + 2 * spec.kv_heads) * spec.dim;
       multiply_scaled(pool, stream_.scaled.get(), padded(size), rows, layer.qkv, &layer.output, stream_.scale.get(),
                       qkv_.get(), width, width);
-      attention_.run(pool, call(block, layer, i));
+      CachedAttention::Call c = call(block, layer, i);
+      c.newest = last && block.newest;
+      attention_.run(pool, c);
+      if (c.newest) rows = keep_newest(block);
       multiply_add(pool, mixed_.get(), padded(spec.heads * spec.dim), rows, layer.output, &layer.gate_up, stream_, size,
                    layer.post_norm.get(), spec.eps);
       multiply_gated(pool, stream_.scaled.get(), padded(size), rows, layer.gate_up, &layer.down, stream_.scale.get(),
@@ -82,6 +89,20 @@ class Decoder {
   }
 
  private:
+  // Moves what the rest of a layer needs of each row's last token to the front; the number of rows that have one.
+  int keep_newest(const Block& block) {
+    const size_t size = spec.hidden, ld = padded(spec.heads * spec.dim);
+    int kept = 0;
+    for (int b = 0; b < block.batch; ++b) {
+      if (count_[b] == 0) continue;
+      const size_t x = first_[b] + count_[b] - 1;  // x >= kept: nothing is lost
+      std::copy_n(mixed_.get() + x * ld, spec.heads * spec.dim, mixed_.get() + kept * ld);
+      std::copy_n(stream_.hidden.get() + x * size, size, stream_.hidden.get() + kept * size);
+      slot_[kept++] = b;
+    }
+    return kept;
+  }
+
   template <class Fn>
   static void each_row(Pool& pool, int rows, Fn&& fn) {
     constexpr int kTogether = 8;

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from leadout.models.native.library import LAW_BLOCK, BlockFields, NativeLibrary, SpecFields
+from leadout.models.native.fields import BlockFields, SpecFields
+from leadout.models.native.library import LAW_BLOCK, NativeLibrary
 from leadout.models.native.scratch import Scratch
 from leadout.models.spec import DecoderSpec
 
@@ -113,16 +114,19 @@ class NativeDecoder:
         lengths_B: npt.NDArray[np.int64],
         counts_B: npt.NDArray[np.int64],
         taps: tuple[int, ...],
+        newest: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """States after the final norm [B, N, H] (0 for padding) and taps [B, N, F].
+        """States after the final norm [B, N, H] (0 for padding), of each row's last token [B, 1, H] if `newest`; taps.
 
         `caches` are the addresses of the layers' caches, `strides` their elements from row to row and head to head,
         `rows_B` the physical rows; the caller has checked that everything fits.
         """
         batch, width = tokens_BN.shape
-        tokens_BN = tokens_BN.contiguous()
+        if not tokens_BN.is_contiguous():
+            tokens_BN = tokens_BN.contiguous()
         make = torch.zeros if int(counts_B.min()) < width else torch.empty
-        hidden_BNH = make((batch, width, self._spec.hidden_size), dtype=torch.bfloat16)
+        newest = newest and self._spec.num_layers not in taps
+        hidden_BNH = make((batch, 1 if newest else width, self._spec.hidden_size), dtype=torch.bfloat16)
         taps_BNF = make((batch, width, len(taps) * self._spec.hidden_size), dtype=torch.bfloat16) if taps else None
         tap_ids = np.asarray(taps, np.int32)
         block = BlockFields(
@@ -135,6 +139,7 @@ class NativeDecoder:
             caches=caches.ctypes.data,
             row_stride=strides[0],
             head_stride=strides[1],
+            newest=int(newest),
         )
         self._library.follow_threads()
         self._library.functions.lo_decoder_forward(
@@ -149,7 +154,8 @@ class NativeDecoder:
 
     def logits(self, hidden_XH: torch.Tensor) -> torch.Tensor:
         """[X, H] -> f32[X, V]; rows lie a multiple of 512 elements apart, as the sampler's blocks want them."""
-        hidden_XH = hidden_XH.to(torch.bfloat16).contiguous()
+        if hidden_XH.dtype is not torch.bfloat16 or not hidden_XH.is_contiguous():
+            hidden_XH = hidden_XH.to(torch.bfloat16).contiguous()
         stride = -(-self._spec.vocab_size // LAW_BLOCK) * LAW_BLOCK
         logits_XV = self._scratch.take(hidden_XH.shape[0], stride)
         self._library.follow_threads()

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "layers.hpp"
+#include "sampling.hpp"
 
 namespace leadout {
 
@@ -17,13 +18,29 @@ struct HeadSpec {
 
 // B rows of M entries, of which counts[b] are real, at cache positions starts[b] on.
 struct Entries {
-  const bf16* taps;        // bf16[B, M, num_taps target], or null: then `features`
+  const bf16* taps;        // bf16[B, M, num_taps target], with `depth` bf16[S, depth, ..] by `rows`; null: `features`
   const float* features;   // f32[B, H], M = 1
   const bf16* embeddings;  // bf16[B, M, H]
   const int64_t *counts, *starts, *rows;
   int32_t batch, width;
   bf16* cache;
   int64_t row_stride, head_stride;
+  int64_t depth;
+};
+
+// B rows that draft K tokens each after the entries that wait in their slots, which are run first.
+struct Drafting {
+  const bf16* taps;       // bf16[S, depth, num_taps target]
+  const int64_t* tokens;  // i64[S, depth]
+  const bf16* embedding;  // bf16[num_embeddings, H]
+  const int64_t *slots, *counts, *starts;  // i64[B]: entries that wait, and the cache position of the first
+  const int64_t* ids;                      // i64[V]: the policy's id of each column, or null: the same
+  const double *temperatures, *uniforms;   // f64[B], f64[B, width]
+  bf16* cache;
+  int64_t *columns, *drafted;  // i64[B, K]
+  float* probs;                // f32[B, K, V]
+  int64_t depth, num_embeddings, width, row_stride, head_stride;
+  int32_t batch, drafts;
 };
 
 class DraftHead {
@@ -51,7 +68,7 @@ class DraftHead {
     active_.reserve(static_cast<size_t>(e.batch) * padded(spec.inner));
     const float* features = e.features;
     if (e.taps) {
-      for (int x = 0; x < rows; ++x) fuse(e.taps + static_cast<size_t>(slot_[x]) * fused, input_.get() + x * stride(fused));
+      for (int x = 0; x < rows; ++x) fuse(e.taps + tapped_[x] * fused, input_.get() + x * stride(fused));
       multiply_scaled(pool, input_.get(), padded(fused), rows, fc, &qkv, nullptr, features_.get(), size, size);
       features = features_.get();
     }
@@ -94,11 +111,83 @@ class DraftHead {
                     out_stride);
   }
 
+  // The drafts, their columns of the draft vocabulary and the laws they were drawn from.
+  bool draft(Pool& pool, const Drafting& d) {
+    const int size = spec.hidden, blocks = (spec.vocab + kLawBlock - 1) / kLawBlock;
+    const size_t ld = static_cast<size_t>(blocks) * kLawBlock;
+    Entries e{};
+    if (!gather(d, e)) return false;
+    drafted_.reserve(static_cast<size_t>(d.batch) * size);
+    laws_.reserve(d.batch * ld);
+    sums_.reserve(static_cast<size_t>(d.batch) * blocks);
+    starts_.assign(d.starts, d.starts + d.batch);
+    for (int b = 0; b < d.batch; ++b) starts_[b] += d.counts[b];
+    ones_.assign(d.batch, 1);
+    run(pool, e, drafted_.get());
+    for (int k = 0;; ++k) {
+      logits(pool, drafted_.get(), d.batch, ld, laws_.get());
+      std::atomic<bool> finite{true};
+      pool.run(d.batch, [&](int b, int) {
+        if (!draw(d, b, k, laws_.get() + b * ld, blocks, sums_.get() + static_cast<size_t>(b) * blocks)) finite = false;
+      });
+      if (!finite) return false;
+      if (k + 1 == d.drafts) return true;
+      for (int b = 0; b < d.batch; ++b) {
+        const int64_t token = d.drafted[static_cast<size_t>(b) * d.drafts + k];
+        if (token < 0 || token >= d.num_embeddings) return false;
+        std::copy_n(d.embedding + token * size, size, embeddings_.get() + static_cast<size_t>(b) * size);
+      }
+      e.taps = nullptr, e.depth = 0, e.features = drafted_.get();
+      e.counts = ones_.data(), e.starts = starts_.data(), e.width = 1;
+      run(pool, e, drafted_.get());
+      for (int64_t& start : starts_) ++start;
+    }
+  }
+
  private:
+  // The entries that wait as one block; their taps stay where they are.
+  bool gather(const Drafting& d, Entries& e) {
+    const size_t size = spec.hidden;
+    for (int b = 0; b < d.batch; ++b) e.width = std::max(e.width, static_cast<int32_t>(d.counts[b]));
+    embeddings_.reserve(static_cast<size_t>(d.batch) * e.width * size);
+    for (int b = 0; b < d.batch; ++b)
+      for (int n = 0; n < d.counts[b]; ++n) {
+        const size_t from = d.slots[b] * d.depth + n, to = static_cast<size_t>(b) * e.width + n;
+        const int64_t token = d.tokens[from];
+        if (token < 0 || token >= d.num_embeddings) return false;
+        std::copy_n(d.embedding + token * size, size, embeddings_.get() + to * size);
+      }
+    e.taps = d.taps, e.depth = d.depth, e.embeddings = embeddings_.get();
+    e.counts = d.counts, e.starts = d.starts, e.rows = d.slots, e.batch = d.batch;
+    e.cache = d.cache, e.row_stride = d.row_stride, e.head_stride = d.head_stride;
+    return true;
+  }
+
+  // Draft k of row b from its logits, which become the weights of its law.
+  bool draw(const Drafting& d, int b, int k, float* law, int blocks, float* sums) const {
+    __m512 all = _mm512_setzero_ps();
+    for (int v = 0; v < spec.vocab; v += kLanes)
+      all = _mm512_add_ps(all, _mm512_maskz_loadu_ps(mask_of(spec.vocab - v), law + v));
+    if (!std::isfinite(_mm512_reduce_add_ps(all))) return false;
+    double total = 0.0;
+    law_row(law, spec.vocab, blocks, d.temperatures[b], sums, &total);
+    const size_t y = static_cast<size_t>(b) * d.drafts + k;
+    const int64_t column = draw_row(law, blocks, sums, d.uniforms[b * d.width + k]);
+    d.columns[y] = column;
+    d.drafted[y] = d.ids ? d.ids[column] : column;
+    float* probs = d.probs + y * spec.vocab;
+    const __m512 whole = _mm512_set1_ps(static_cast<float>(total));
+    for (int v = 0; v < spec.vocab; v += kLanes) {
+      const __mmask16 in = mask_of(spec.vocab - v);
+      _mm512_mask_storeu_ps(probs + v, in, _mm512_div_ps(_mm512_loadu_ps(law + v), whole));
+    }
+    return true;
+  }
+
   static size_t stride(int inputs) { return padded(inputs); }
 
   int place(const Entries& e) {
-    slot_.clear(), first_.clear(), count_.clear(), position_.clear();
+    slot_.clear(), tapped_.clear(), first_.clear(), count_.clear(), position_.clear();
     most_ = longest_ = 0;
     for (int b = 0; b < e.batch; ++b) {
       const int count = static_cast<int>(e.counts[b]), start = static_cast<int>(e.starts[b]);
@@ -107,7 +196,10 @@ class DraftHead {
       position_.push_back(start);
       most_ = std::max(most_, count);
       longest_ = std::max(longest_, start + count);
-      for (int n = 0; n < count; ++n) slot_.push_back(b * e.width + n);
+      for (int n = 0; n < count; ++n) {
+        slot_.push_back(b * e.width + n);
+        tapped_.push_back(e.depth ? e.rows[b] * e.depth + n : slot_.back());
+      }
     }
     return static_cast<int>(slot_.size());
   }
@@ -166,9 +258,10 @@ class DraftHead {
 
   CachedAttention attention_;
   Stream stream_;
-  Buffer<float> features_, qkv_;
-  Buffer<bf16> input_, mixed_, active_;
+  Buffer<float> features_, qkv_, drafted_, laws_, sums_;
+  Buffer<bf16> input_, mixed_, active_, embeddings_;
   std::vector<int> slot_, first_, count_, position_;
+  std::vector<int64_t> tapped_, starts_, ones_;
   int most_ = 0, longest_ = 0;
 };
 

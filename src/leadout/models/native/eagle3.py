@@ -16,7 +16,8 @@ import torch
 
 from leadout.models.eagle3 import Eagle3Head
 from leadout.models.native.check import usable_library
-from leadout.models.native.library import LAW_BLOCK, EntryFields, HeadFields, NativeLibrary
+from leadout.models.native.fields import DraftingFields, EntryFields, HeadFields
+from leadout.models.native.library import LAW_BLOCK, NativeLibrary
 from leadout.models.native.scratch import Scratch
 
 _log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class NativeEagle3:
         self._cache = torch.zeros(
             (num_slots, 2 * spec.num_kv_heads, num_positions, spec.head_dim), dtype=torch.bfloat16
         )
-        self._scratch = Scratch()
+        self._scratch, self._laws = Scratch(), Scratch()
         fields = HeadFields(
             hidden=spec.hidden_size,
             heads=spec.num_heads,
@@ -150,6 +151,57 @@ class NativeEagle3:
         self._library.follow_threads()
         self._library.functions.lo_head_run(self._handle, ctypes.byref(entries), hidden_BH.data_ptr())
         return hidden_BH
+
+    def draft(
+        self,
+        slots_B: npt.NDArray[np.int64],
+        start_B: npt.NDArray[np.int64],
+        counts_B: npt.NDArray[np.int64],
+        tokens_SM: torch.Tensor,
+        taps_SMF: torch.Tensor,
+        embedding_PH: torch.Tensor,
+        uniforms_BK: torch.Tensor,
+        temperature_B: torch.Tensor,
+        token_ids_V: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """As `leadout.drafters.head_cache.HeadCache.draft`; waiting entries get cache positions from `start_B` on."""
+        (batch, drafts), vocab_size = uniforms_BK.shape, self._head.spec.draft_vocab_size
+        assert taps_SMF.dtype is embedding_PH.dtype is torch.bfloat16 and tokens_SM.dtype is torch.int64
+        assert taps_SMF.is_contiguous() and tokens_SM.is_contiguous() and taps_SMF.shape[:2] == tokens_SM.shape
+        assert embedding_PH.is_contiguous() and embedding_PH.shape[1] == self._head.spec.hidden_size
+        assert uniforms_BK.dtype is temperature_B.dtype is torch.float64 and temperature_B.shape == (batch,)
+        assert int(counts_B.min()) >= 1 and int(counts_B.max()) <= tokens_SM.shape[1]
+        assert int((start_B + counts_B).max()) + drafts - 1 <= self._positions, "drafts past the end of the cache"
+        assert token_ids_V is None or token_ids_V.shape == (vocab_size,)
+        uniforms_BK, temperature_B = uniforms_BK.contiguous(), temperature_B.contiguous()
+        columns_BK, drafted_BK = torch.empty((2, batch, drafts), dtype=torch.int64)
+        probs_XV = self._laws.take(batch * drafts, vocab_size)
+        drafting = DraftingFields(
+            taps=taps_SMF.data_ptr(),
+            tokens=tokens_SM.data_ptr(),
+            embedding=embedding_PH.data_ptr(),
+            slots=slots_B.ctypes.data,
+            counts=counts_B.ctypes.data,
+            starts=start_B.ctypes.data,
+            ids=None if token_ids_V is None else token_ids_V.data_ptr(),
+            temperatures=temperature_B.data_ptr(),
+            uniforms=uniforms_BK.data_ptr(),
+            cache=self._cache.data_ptr(),
+            columns=columns_BK.data_ptr(),
+            drafted=drafted_BK.data_ptr(),
+            probs=probs_XV.data_ptr(),
+            depth=tokens_SM.shape[1],
+            num_embeddings=len(embedding_PH),
+            width=drafts,
+            row_stride=self._cache.stride(0),
+            head_stride=self._cache.stride(1),
+            batch=batch,
+            drafts=drafts,
+        )
+        self._library.follow_threads()
+        if not self._library.functions.lo_head_draft(self._handle, ctypes.byref(drafting)):
+            return None
+        return columns_BK, drafted_BK, probs_XV.view(batch, drafts, vocab_size)
 
     def logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
         """Draft logits f32[B, V] of f32[B, H]; rows lie a multiple of 512 elements apart."""

@@ -125,7 +125,7 @@ class CachedAttention {
       pool.run(c.batch * kv_heads_, [&](int piece, int thread) {
         const int b = piece / kv_heads_, k = piece % kv_heads_;
         write(c, b, k);
-        read(c, b, k, c.newest ? c.count[b] - 1 : 0, c.count[b], thread, ahead(c, piece + 1));
+        read(c, b, k, c.newest ? std::max(c.count[b] - 1, 0) : 0, c.count[b], thread, ahead(c, piece + 1));
       });
       return;
     }
@@ -133,7 +133,7 @@ class CachedAttention {
     if (c.newest) {
       pool.run(c.batch * kv_heads_, [&](int piece, int thread) {
         const int b = piece / kv_heads_;
-        read(c, b, piece % kv_heads_, c.count[b] - 1, c.count[b], thread);
+        read(c, b, piece % kv_heads_, std::max(c.count[b] - 1, 0), c.count[b], thread);
       });
       return;
     }

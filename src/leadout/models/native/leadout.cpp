@@ -116,6 +116,13 @@ void lo_head_logits(void* head, const float* hidden, int rows, int64_t stride, f
   static_cast<DraftHead*>(head)->logits(pool, hidden, rows, stride, out);
 }
 
+// Whole drafts of several tokens; 0 if the head's logits are not finite, or a token is out of range.
+int lo_head_draft(void* head, const Drafting* drafting) {
+  Pool& pool = Pool::shared();
+  std::lock_guard<std::mutex> lock(pool.guard);
+  return static_cast<DraftHead*>(head)->draft(pool, *drafting);
+}
+
 void* lo_train_layer_new(const TrainSpec* spec) { return new TrainLayer(*spec); }
 void lo_train_layer_free(void* layer) { delete static_cast<TrainLayer*>(layer); }
 
@@ -185,24 +192,29 @@ void lo_draw(const float* weights, int rows, int64_t stride, int blocks, const f
     ids[x] = draw_row(weights + x * stride, blocks, sums + static_cast<size_t>(x) * blocks, uniforms[x]);
 }
 
-// One draw per row: from the law at position at[b], or, where draft[b] >= 0, from what q of that draft leaves of it.
-void lo_draw_next(const float* weights, int64_t stride, int blocks, const float* sums, const double* totals, int rows,
-                  const int64_t* at, const int64_t* draft, const float* q, int num_q, const int64_t* ids, double least,
-                  const double* uniforms, int64_t* out) {
+// f64[X]: the logarithm of the probability of token ids[x] under law x; false if an id is out of range.
+int lo_logprobs(const float* weights, int rows, int64_t stride, const double* totals, const int64_t* ids, double* out) {
+  for (int x = 0; x < rows; ++x) {
+    if (ids[x] < 0 || ids[x] >= stride) return 0;
+    out[x] = std::log(static_cast<double>(weights[x * stride + ids[x]]) / totals[x]);
+  }
+  return 1;
+}
+
+int lo_judge(const Judgement* judgement) {
   Pool& pool = Pool::shared();
   std::lock_guard<std::mutex> lock(pool.guard);
-  pool.run(rows, [&](int b, int) {
-    const float* row = weights + at[b] * stride;
-    if (draft[b] < 0) {
-      out[b] = draw_row(row, blocks, sums + at[b] * blocks, uniforms[b]);
-      return;
-    }
-    thread_local std::vector<float> left, left_sums;
-    left.resize(static_cast<size_t>(blocks) * kLawBlock);
-    left_sums.resize(blocks);
-    residual_row(row, blocks, totals[at[b]], q + draft[b] * num_q, num_q, ids, least, left.data(), left_sums.data());
-    out[b] = draw_row(left.data(), blocks, left_sums.data(), uniforms[b]);
+  std::atomic<int> right{1};
+  pool.run(judgement->batch, [&](int b, int) {
+    if (!judge_row(*judgement, b)) right = 0;
   });
+  return right;
+}
+
+// Row to[x] of `target` becomes row from[x] of `source`.
+void lo_copy_rows(char* target, const int64_t* to, const char* source, const int64_t* from, int64_t rows,
+                  int64_t bytes) {
+  for (int64_t x = 0; x < rows; ++x) std::memcpy(target + to[x] * bytes, source + from[x] * bytes, bytes);
 }
 
 // `second` is the counter's second word: start of the round and purpose.

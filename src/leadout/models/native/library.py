@@ -15,105 +15,12 @@ import numpy.typing as npt
 import torch
 
 from leadout.models.native.build import BuildError, build
+from leadout.models.native.fields import SIGNATURES, JudgementFields
 
 _log = logging.getLogger(__name__)
 
-_pointer, _int, _long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-
 LAW_BLOCK = 512
 """Width of the blocks whose sums `law` leaves."""
-
-
-class SpecFields(ctypes.Structure):
-    """`Spec` in decoder.hpp."""
-
-    _fields_ = [
-        *((name, _int) for name in ("hidden", "layers", "heads", "kv_heads", "dim", "inner", "vocab", "qk_norm")),
-        ("eps", ctypes.c_float),
-    ]
-
-
-class BlockFields(ctypes.Structure):
-    """`Block` in decoder.hpp."""
-
-    _fields_ = [
-        *((name, _pointer) for name in ("tokens", "counts", "lengths", "rows")),
-        ("batch", _int),
-        ("width", _int),
-        ("caches", _pointer),
-        ("row_stride", _long),
-        ("head_stride", _long),
-    ]
-
-
-class HeadFields(ctypes.Structure):
-    """`HeadSpec` in draft_head.hpp."""
-
-    _fields_ = [
-        *((name, _int) for name in ("hidden", "heads", "kv_heads", "dim", "inner", "vocab", "target", "num_taps")),
-        *((name, _int) for name in ("fc_norm", "norm_before_fc", "norm_before_residual")),
-        ("eps", ctypes.c_float),
-    ]
-
-
-class EntryFields(ctypes.Structure):
-    """`Entries` in draft_head.hpp."""
-
-    _fields_ = [
-        *((name, _pointer) for name in ("taps", "features", "embeddings", "counts", "starts", "rows")),
-        ("batch", _int),
-        ("width", _int),
-        ("cache", _pointer),
-        ("row_stride", _long),
-        ("head_stride", _long),
-    ]
-
-
-_SIGNATURES: dict[str, tuple[object, list[object]]] = {
-    "lo_has_kernels": (_int, [_int]),
-    "lo_configure": (None, [_int, _int]),
-    "lo_decoder_new": (_pointer, [_pointer]),
-    "lo_decoder_free": (None, [_pointer]),
-    "lo_decoder_layer": (None, [_pointer, _int, *[_pointer] * 12]),
-    "lo_decoder_ends": (None, [_pointer, *[_pointer] * 5, _int]),
-    "lo_decoder_forward": (None, [_pointer, _pointer, _pointer, _int, _pointer, _pointer]),
-    "lo_decoder_logits": (None, [_pointer, _pointer, _int, _long, _pointer]),
-    "lo_head_new": (_pointer, [_pointer]),
-    "lo_head_free": (None, [_pointer]),
-    "lo_head_load": (None, [_pointer, *[_pointer] * 13, _int]),
-    "lo_head_run": (None, [_pointer, _pointer, _pointer]),
-    "lo_head_logits": (None, [_pointer, _pointer, _int, _long, _pointer]),
-    "lo_train_layer_new": (_pointer, [_pointer]),
-    "lo_train_layer_free": (None, [_pointer]),
-    "lo_train_layer_forward": (None, [_pointer] * 6),
-    "lo_train_layer_backward": (None, [_pointer] * 8),
-    "lo_output_head_new": (_pointer, []),
-    "lo_output_head_free": (None, [_pointer]),
-    "lo_output_head_logits": (None, [*[_pointer] * 3, *[_int] * 3, _pointer]),
-    "lo_output_head_law": (None, [_pointer, _int, _int, ctypes.c_float, *[_pointer] * 4]),
-    "lo_output_head_back": (None, [*[_pointer] * 4, *[_int] * 3, ctypes.c_float, *[_pointer] * 5, _int]),
-    "lo_filter": (None, [_pointer, _int, _long, _pointer, _pointer, _pointer, _pointer]),
-    "lo_law": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
-    "lo_draw_next": (
-        None,
-        [
-            _pointer,
-            _long,
-            _int,
-            _pointer,
-            _pointer,
-            _int,
-            *[_pointer] * 3,
-            _int,
-            _pointer,
-            ctypes.c_double,
-            *[_pointer] * 2,
-        ],
-    ),
-    "lo_uniforms": (None, [_int, *[_pointer] * 6]),
-    "lo_round_uniforms": (None, [*[_int] * 4, *[_pointer] * 5]),
-    "lo_draw": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
-}
 
 
 class NativeLibrary:
@@ -121,7 +28,7 @@ class NativeLibrary:
 
     def __init__(self, path: str) -> None:
         self.functions = ctypes.CDLL(path)
-        for name, (result, arguments) in _SIGNATURES.items():
+        for name, (result, arguments) in SIGNATURES.items():
             function = getattr(self.functions, name)
             function.restype, function.argtypes = result, arguments
         self._threads = 0
@@ -146,7 +53,7 @@ class NativeLibrary:
         blocks = -(-vocab_size // LAW_BLOCK)
         stride = logits_XV.stride(0)
         assert logits_XV.dtype is torch.float32 and logits_XV.stride(1) == 1 and stride == blocks * LAW_BLOCK
-        temperature_X = temperature_X.to(torch.float64).contiguous()
+        assert temperature_X.dtype is torch.float64 and temperature_X.is_contiguous()
         sums_XC = torch.empty((num_rows, blocks), dtype=torch.float32)
         total_X = torch.empty(num_rows, dtype=torch.float64)
         self.follow_threads()
@@ -243,48 +150,99 @@ class NativeLibrary:
         )
         return out_PBW
 
-    def draw_next(
-        self,
-        weights_XV: torch.Tensor,
-        sums_XC: torch.Tensor,
-        total_X: torch.Tensor,
-        at_B: npt.NDArray[np.int64],
-        draft_B: npt.NDArray[np.int64],
-        q_YD: torch.Tensor,
-        token_ids_D: torch.Tensor | None,
-        least: float,
-        uniforms_B: torch.Tensor,
-    ) -> torch.Tensor:
-        """i64[B]: one token per row.
+    def logprobs(self, weights_XV: torch.Tensor, total_X: torch.Tensor, ids_X: torch.Tensor) -> torch.Tensor:
+        """f64[X]: log-probability of one token under each law."""
+        num_rows, width = weights_XV.shape
+        assert weights_XV.dtype is torch.float32 and weights_XV.stride() == (width, 1) and ids_X.dtype is torch.int64
+        assert ids_X.shape == total_X.shape == (num_rows,) and total_X.is_contiguous()
+        ids_X = ids_X.contiguous()
+        out_X = torch.empty(num_rows, dtype=torch.float64)
+        if not self.functions.lo_logprobs(
+            weights_XV.data_ptr(), num_rows, width, total_X.data_ptr(), ids_X.data_ptr(), out_X.data_ptr()
+        ):
+            raise IndexError("token ids outside the vocabulary")
+        return out_X
 
-        Drawn from law ``at_B[b]``, or, where ``draft_B[b] >= 0``, from (p - q)+ of that law and of row ``draft_B[b]``
-        of q (columns are the policy's ids `token_ids_D`; None: the first D); from p where less than `least` is left.
+    def judge(
+        self,
+        law: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        tokens_BK: torch.Tensor,
+        counts_B: npt.NDArray[np.int64],
+        q_BKD: torch.Tensor,
+        columns_BK: torch.Tensor,
+        ids_D: torch.Tensor | None,
+        uniforms_3BW: tuple[npt.NDArray[np.float64], ...],
+        least: float,
+    ) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
+        """Drafts kept, i64[B], and the token after them, i64[B]: the accept rule for sampled drafts.
+
+        `law` is weights f32[X, V], block sums and totals of X = B (K + 1) positions; columns of q are the policy's ids
+        `ids_D` (None: the first D). Uniforms are those for accepting, correcting and drawing. Where less than `least`
+        is left of (p - q)+ the correction is drawn from p.
         """
-        num_rows, blocks, num_q = len(at_B), sums_XC.shape[-1], q_YD.shape[-1]
-        assert weights_XV.dtype is sums_XC.dtype is q_YD.dtype is torch.float32 and q_YD.is_contiguous()
-        assert weights_XV.shape[-1] == weights_XV.stride(0) == blocks * LAW_BLOCK and weights_XV.stride(1) == 1
-        assert at_B.max() < weights_XV.shape[0] and draft_B.max() < q_YD.shape[0] and num_q <= weights_XV.shape[-1]
-        sums_XC, total_X, uniforms_B = sums_XC.contiguous(), total_X.contiguous(), uniforms_B.contiguous()
-        at_B, draft_B = np.ascontiguousarray(at_B, np.int64), np.ascontiguousarray(draft_B, np.int64)
-        ids_D = None if token_ids_D is None else token_ids_D.contiguous()
-        drawn_B = torch.empty(num_rows, dtype=torch.int64)
-        self.functions.lo_draw_next(
-            weights_XV.data_ptr(),
-            weights_XV.stride(0),
-            blocks,
-            sums_XC.data_ptr(),
-            total_X.data_ptr(),
-            num_rows,
-            at_B.ctypes.data,
-            draft_B.ctypes.data,
-            q_YD.data_ptr(),
-            num_q,
-            None if ids_D is None else ids_D.data_ptr(),
-            least,
-            uniforms_B.data_ptr(),
-            drawn_B.data_ptr(),
+        weights_XV, sums_XC, total_X = law
+        (num_rows, num_drafts), (blocks, num_q) = tokens_BK.shape, (sums_XC.shape[-1], q_BKD.shape[-1])
+        assert weights_XV.shape == (num_rows * (num_drafts + 1), blocks * LAW_BLOCK) and weights_XV.stride(1) == 1
+        assert weights_XV.dtype is sums_XC.dtype is q_BKD.dtype is torch.float32 and total_X.dtype is torch.float64
+        assert q_BKD.shape[:2] == columns_BK.shape == tokens_BK.shape and num_q <= weights_XV.shape[1]
+        assert counts_B.shape == (num_rows,) and (ids_D is None or len(ids_D) == num_q)
+        assert all(u.shape[0] == num_rows and u.strides == uniforms_3BW[0].strides for u in uniforms_3BW)
+        assert min(u.shape[1] for u in uniforms_3BW) > num_drafts and uniforms_3BW[0].strides[1] == 8
+        tokens_BK, columns_BK, q_BKD = tokens_BK.contiguous(), columns_BK.contiguous(), q_BKD.contiguous()
+        sums_XC, total_X, counts_B = sums_XC.contiguous(), total_X.contiguous(), np.ascontiguousarray(counts_B)
+        accepted_B, next_B = np.empty(num_rows, np.int64), torch.empty(num_rows, dtype=torch.int64)
+        accept, correct, draw = (u.ctypes.data for u in uniforms_3BW)
+        judgement = JudgementFields(
+            weights=weights_XV.data_ptr(),
+            sums=sums_XC.data_ptr(),
+            totals=total_X.data_ptr(),
+            tokens=tokens_BK.data_ptr(),
+            counts=counts_B.ctypes.data,
+            q=q_BKD.data_ptr(),
+            columns=columns_BK.data_ptr(),
+            ids=None if ids_D is None else ids_D.data_ptr(),
+            accept=accept,
+            correct=correct,
+            draw=draw,
+            accepted=accepted_B.ctypes.data,
+            next=next_B.data_ptr(),
+            least=least,
+            stride=weights_XV.stride(0),
+            width=uniforms_3BW[0].strides[0] // 8,
+            blocks=blocks,
+            batch=num_rows,
+            drafts=num_drafts,
+            num_q=num_q,
+            vocab=weights_XV.shape[1],
         )
-        return drawn_B
+        self.follow_threads()
+        if not self.functions.lo_judge(ctypes.byref(judgement)):
+            raise IndexError("drafts outside the vocabulary")
+        return accepted_B, next_B
+
+    def copy_rows(
+        self,
+        target_ZF: torch.Tensor,
+        to_X: npt.NDArray[np.int64],
+        source_YF: torch.Tensor,
+        from_X: npt.NDArray[np.int64],
+    ) -> None:
+        """Row ``to_X[x]`` of the target becomes row ``from_X[x]`` of the source; both contiguous and of one type."""
+        assert target_ZF.dtype is source_YF.dtype and target_ZF.is_contiguous() and source_YF.is_contiguous()
+        assert target_ZF.shape[1:] == source_YF.shape[1:] and to_X.shape == from_X.shape
+        if to_X.size == 0:
+            return
+        if min(to_X.min(), from_X.min()) < 0 or to_X.max() >= len(target_ZF) or from_X.max() >= len(source_YF):
+            raise IndexError(f"expected rows within {len(target_ZF)} and {len(source_YF)}")
+        to_X, from_X = np.ascontiguousarray(to_X, np.int64), np.ascontiguousarray(from_X, np.int64)
+        self.functions.lo_copy_rows(
+            target_ZF.data_ptr(),
+            to_X.ctypes.data,
+            source_YF.data_ptr(),
+            from_X.ctypes.data,
+            to_X.size,
+            target_ZF.stride(0) * target_ZF.element_size(),
+        )
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 // Logits to the weights of a law, in place: two passes over a row while it lies in the level-2 cache.
 #pragma once
 #include <limits>
+#include <vector>
 
 #include "pool.hpp"
 #include "vectors.hpp"
@@ -112,6 +113,48 @@ inline void residual_row(const float* row, int blocks, double total, const float
     }
     sums[b] = _mm512_reduce_add_ps(sum);
   }
+}
+
+// A round of B rows with up to K sampled drafts each, to be judged: position n of row b is law b (K + 1) + n.
+struct Judgement {
+  const float* weights;  // f32[X, stride] with `blocks` sums f32 and a total f64 each
+  const float* sums;
+  const double* totals;
+  const int64_t *tokens, *counts;  // i64[B, K], i64[B]
+  const float* q;                  // f32[B, K, num_q]
+  const int64_t *columns, *ids;    // i64[B, K] of q; i64[num_q] policy ids, or null: the first num_q
+  const double *accept, *correct, *draw;  // f64[B, width]: uniforms by purpose and position
+  int64_t *accepted, *next;               // i64[B]
+  double least;                           // of a residual, else the law itself
+  int64_t stride, width;
+  int32_t blocks, batch, drafts, num_q, vocab;
+};
+
+// The rule of `leadout.rollout.accept` for one row; false if a token or column is out of range.
+inline bool judge_row(const Judgement& j, int b) {
+  const int count = static_cast<int>(j.counts[b]);
+  if (count < 0 || count > j.drafts) return false;
+  int kept = 0;
+  for (; kept < count; ++kept) {
+    const int64_t y = static_cast<int64_t>(b) * j.drafts + kept, x = y + b, token = j.tokens[y], column = j.columns[y];
+    if (token < 0 || token >= j.vocab || column < 0 || column >= j.num_q) return false;
+    const double p = static_cast<double>(j.weights[x * j.stride + token]) / j.totals[x];
+    const double q = static_cast<double>(j.q[y * j.num_q + column]);
+    if (!(j.accept[b * j.width + kept] * q < p)) break;
+  }
+  j.accepted[b] = kept;
+  const int64_t y = static_cast<int64_t>(b) * j.drafts + kept, x = y + b;
+  const float* row = j.weights + x * j.stride;
+  if (kept == count) {
+    j.next[b] = draw_row(row, j.blocks, j.sums + x * j.blocks, j.draw[b * j.width + kept]);
+    return true;
+  }
+  thread_local std::vector<float> left, left_sums;
+  left.resize(static_cast<size_t>(j.blocks) * kLawBlock);
+  left_sums.resize(j.blocks);
+  residual_row(row, j.blocks, j.totals[x], j.q + y * j.num_q, j.num_q, j.ids, j.least, left.data(), left_sums.data());
+  j.next[b] = draw_row(left.data(), j.blocks, left_sums.data(), j.correct[b * j.width + kept]);
+  return true;
 }
 
 // Philox4x32-10 (Salmon et al., SC 2011): 53 random bits of the first two words, in [0, 1).

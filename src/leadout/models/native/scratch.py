@@ -24,4 +24,4 @@ class Scratch:
         # A tensor made by `from_numpy` holds a reference; two are this attribute and the argument of getrefcount.
         if self._array.size < num_rows * stride or sys.getrefcount(self._array) > _OWN_REFERENCES:
             self._array = np.empty(num_rows * stride, np.float32)
-        return torch.from_numpy(self._array)[: num_rows * stride].view(num_rows, stride)
+        return torch.from_numpy(self._array[: num_rows * stride].reshape(num_rows, stride))
