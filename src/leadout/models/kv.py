@@ -127,9 +127,10 @@ class KVSlots:
 
     def advance(self, slots: Sequence[int], counts_B: npt.NDArray[np.int64]) -> None:
         """Count tokens whose keys and values were written."""
-        grown = self.lengths[list(slots)] + counts_B
-        assert bool((grown <= self.max_len).all()), "advanced past the end of a slot"
-        self.lengths[list(slots)] = grown
+        index = list(slots)
+        grown_B = self.lengths[index] + counts_B
+        assert int(grown_B.max(initial=0)) <= self.max_len, "advanced past the end of a slot"
+        self.lengths[index] = grown_B
 
     def rollback(self, slots: Sequence[int], lengths_B: npt.NDArray[np.int64]) -> None:
         """Forget everything past these lengths; the memory is overwritten by later tokens."""

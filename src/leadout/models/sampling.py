@@ -103,8 +103,7 @@ class Law:
         library = native_for(logits_XV)
         if library is None:
             return cls.from_weights(tempered_weights(logits_XV, params.repeat(times)))
-        temperature_X = params.temperature_X if times == 1 else params.temperature_X.repeat_interleave(times)
-        return cls(*library.law(logits_XV, temperature_X))
+        return cls(*library.law(logits_XV, params.temperature_X, times))
 
     def prob(self, ids_X: torch.Tensor) -> torch.Tensor:
         """f64[X]: probability of one token per law."""
@@ -153,9 +152,9 @@ class Law:
 
 def native_for(x_XV: torch.Tensor) -> NativeLibrary | None:
     """The native kernels, where they can take these rows: float32 on CPU, whole blocks apart."""
-    if x_XV.dtype is not torch.float32 or x_XV.device.type != "cpu" or x_XV.stride(-1) != 1:
+    if x_XV.dtype is not torch.float32 or not x_XV.is_cpu:
         return None
-    return native_library() if x_XV.stride(0) == -(-x_XV.shape[-1] // _BLOCK) * _BLOCK else None
+    return native_library() if x_XV.stride() == (-(-x_XV.shape[-1] // _BLOCK) * _BLOCK, 1) else None
 
 
 def _first_above(cumulative_XN: torch.Tensor, steps_XN: torch.Tensor, target_X: torch.Tensor) -> torch.Tensor:

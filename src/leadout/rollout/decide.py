@@ -84,7 +84,8 @@ def decide(
 ) -> Decision:
     """Judge every row; `hidden_BNH` are the states of `tokens_BN` after the final norm."""
     shares = _shares(live, numbers, drafted)
-    states = [share.take(hidden_BNH).flatten(0, 1) for share in shares]
+    size = hidden_BNH.shape[-1]
+    states = [share.take(hidden_BNH).reshape(-1, size) for share in shares]
     if len(shares) == 1:
         return _decided(parts, sampler, shares[0], tokens_BN, parts.decoder.logits(states[0]))
     logits_XV = parts.decoder.logits(torch.cat(states))

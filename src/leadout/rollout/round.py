@@ -8,6 +8,7 @@ Axes: B live rows, S rows that drafted, K longest draft, N = K + 1 columns, V vo
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -31,7 +32,7 @@ def run_round(
 ) -> tuple[list[Row], RoundOutcome]:
     """Advance every live row by at least one token; the rows that ended, and what to tell the draft length."""
     began = time.perf_counter()
-    start_B = table.generated_S[live.slots_B].copy()
+    start_B = table.generated_S[live.slots_B]
     numbers = live.numbers(start_B, parts.device, choice.num_drafts + 1)
     asked, drafted = _propose(parts, table, live, choice, numbers)
     drafted_at = time.perf_counter()
@@ -40,7 +41,7 @@ def run_round(
     taps = parts.drafter.taps if parts.drafter is not None else ()
     states = parts.decoder.forward(tokens_BN, parts.kv, live.slots, taps, counts_B)
     decision = decide(parts, sampler, live, numbers, drafted, tokens_BN, states.hidden_BNH)
-    ended = _commit(parts, sampler, table, live, drafted, decision, states.taps_BNF)
+    ended = _commit(parts, sampler, table, live, start_B, drafted, decision, states.taps_BNF)
     outcome = RoundOutcome(
         num_drafts=choice.num_drafts if asked else 0,
         num_asked=asked,
@@ -69,7 +70,7 @@ def _propose(
         asked_A = np.arange(choice.num_rows)
         slots, lengths_B, numbers = slots[: choice.num_rows], lengths_B[asked_A], numbers.take(asked_A)
     draft = parts.drafter.propose(slots, lengths_B, numbers)
-    if draft.probs is not None and not bool(torch.isfinite(draft.probs.values_BKV.sum())):
+    if draft.probs is not None and not math.isfinite(float(draft.probs.values_BKV.sum())):
         raise ModelError(
             "the drafter gives probabilities that are not finite: its weights are broken; start it anew or from "
             "another checkpoint, or set rollout.speculative_config: null"
@@ -82,7 +83,7 @@ def _propose(
 
 def _block(table: RowTable, live: LiveRows, drafted: Drafted | None, device: torch.device) -> tuple[torch.Tensor, Ints]:
     """The tokens of the pass, i64[B, N]: pending tokens and drafts; and how many of each row are real."""
-    pending_B1 = torch.from_numpy(table.last_tokens(live.slots_B)).to(device)[:, None]
+    pending_B1 = torch.from_numpy(table.last_tokens(live.slots_B)[:, None]).to(device)
     counts_B = np.ones(len(live.rows), np.int64)
     if drafted is None:
         return pending_B1, counts_B
@@ -100,33 +101,35 @@ def _commit(
     sampler: LawMaker,
     table: RowTable,
     live: LiveRows,
+    start_B: Ints,
     drafted: Drafted | None,
     decision: Decision,
     taps_BNF: torch.Tensor | None,
 ) -> list[Row]:
-    """Write the round into table, caches and drafter."""
+    """Write the round, which began at positions `start_B`, into table, caches and drafter."""
     tokens_BN = decision.tokens_BN
-    first_B = table.generated_S[live.slots_B].copy()
     committed = table.commit(
         live.rows,
+        live.slots_B,
         tokens_BN,
         decision.accepted_B + 1,
         decision.logprobs_BN,
         decision.policy_logprobs_BN,
         live.ends(tokens_BN),
     )
-    drafted_B, looked_up_B = np.zeros(len(live.rows), np.int64), np.zeros(len(live.rows), bool)
-    if drafted is not None:
+    if drafted is None:
+        table.record_round(live.slots_B, 0, 0)
+    else:
+        drafted_B, looked_up_B = np.zeros(len(live.rows), np.int64), np.zeros(len(live.rows), bool)
         drafted_B[drafted.rows_S] = drafted.draft.counts_B
         if drafted.draft.looked_up_B is not None:
             looked_up_B[drafted.rows_S] = drafted.draft.looked_up_B
-        trace_round(table, live, drafted, decision.accepted_B, first_B, committed.counts_B, parts.vocab_size)
-    table.record_round(live.slots_B, drafted_B, np.minimum(decision.accepted_B, committed.counts_B), looked_up_B)
+        trace_round(table, live, drafted, decision.accepted_B, start_B, committed.counts_B, parts.vocab_size)
+        table.record_round(live.slots_B, drafted_B, np.minimum(decision.accepted_B, committed.counts_B), looked_up_B)
     parts.kv.advance(live.slots, committed.counts_B)
-    params = [row.request.params for row in live.rows]
     if live.params.any_penalties:
         emitted = [decision.emitted_BN[i, :c] for i, c in enumerate(committed.counts_B)]
-        sampler.observe(live.slots, params, emitted)
+        sampler.observe(live.slots, [row.request.params for row in live.rows], emitted)
     if parts.drafter is not None:
         parts.drafter.observe(live.slots, decision.emitted_BN, committed.counts_B, taps_BNF)
     return committed.ended
@@ -136,7 +139,7 @@ def first_tokens(
     sampler: LawMaker, table: RowTable, live: LiveRows, logits_BV: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, list[Row]]:
     """Draw and commit the token that follows each row's context; the tokens i64[B, 1] and the rows already over."""
-    numbers = live.numbers(table.generated_S[live.slots_B].copy(), device)
+    numbers = live.numbers(table.generated_S[live.slots_B], device)
     pending_B1 = torch.zeros((len(live.rows), 1), dtype=torch.int64, device=device)
     laws = sampler.laws(logits_BV, live.params, live.slots, pending_B1)
     drawn_B = laws.sampled.draw(numbers.token_uniforms(1)[:, 0])
@@ -147,10 +150,8 @@ def first_tokens(
     resumed = [row for row in live.rows if row.request.given is not None]
     if resumed:
         # The first token after given ones belongs to a plain round, so that only one token per rollout has no round.
-        slots = np.array([row.slot for row in resumed], np.int64)
-        table.record_round(slots, np.zeros(len(resumed), np.int64), np.zeros(len(resumed), np.int64))
-    committed = table.commit(live.rows, tokens_B1, ones_B, logprobs_B1, policy_B1, live.ends(tokens_B1))
-    params = [row.request.params for row in live.rows]
+        table.record_round(np.array([row.slot for row in resumed], np.int64), 0, 0)
+    committed = table.commit(live.rows, live.slots_B, tokens_B1, ones_B, logprobs_B1, policy_B1, live.ends(tokens_B1))
     if live.params.any_penalties:
-        sampler.observe(live.slots, params, list(drawn_B[:, None]))
+        sampler.observe(live.slots, [row.request.params for row in live.rows], list(drawn_B[:, None]))
     return drawn_B[:, None], committed.ended

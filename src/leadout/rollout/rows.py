@@ -107,6 +107,7 @@ class RowTable:
     def commit(
         self,
         rows: Sequence[Row],
+        slots_B: Ints,
         tokens_BN: Ints,
         counts_B: Ints,
         logprobs_BN: Floats,
@@ -114,26 +115,26 @@ class RowTable:
         ends_BN: npt.NDArray[np.bool_],
     ) -> Committed:
         """Append `counts_B` tokens to each row, cut after the first end (`ends_BN` marks end-of-sequence tokens)."""
-        slots_B = np.array([row.slot for row in rows], np.int64)
-        column_N = np.arange(tokens_BN.shape[1])
-        hits_BN = ends_BN & (column_N < counts_B[:, None])
-        hit_B = hits_BN.any(1)
-        counts_B = np.where(hit_B, hits_BN.argmax(1) + 1, counts_B)
-        for index, row in enumerate(rows):
-            if row.watch is not None:
-                counts_B[index] = self._watch(row, tokens_BN[index, : counts_B[index]])
+        hits_BN = None
+        if ends_BN.any():
+            hits_BN = ends_BN & (np.arange(tokens_BN.shape[1]) < counts_B[:, None])
+            counts_B = np.where(hits_BN.any(1), hits_BN.argmax(1) + 1, counts_B)
+        watched = [index for index, row in enumerate(rows) if row.watch is not None]
+        if watched:
+            counts_B = counts_B.copy()
+        for index in watched:
+            counts_B[index] = self._watch(rows[index], tokens_BN[index, : counts_B[index]])
         self._append(slots_B, counts_B, tokens_BN, logprobs_BN, policy_logprobs_BN)
-        over_B = (
-            (self.generated_S[slots_B] >= self._limits_S[slots_B])
-            | (hit_B & hits_BN[np.arange(len(rows)), counts_B - 1])
-            | np.array([row.finish is not None for row in rows], bool)
-        )
-        ended = [rows[index] for index in over_B.nonzero()[0]]
-        for index in over_B.nonzero()[0]:
-            self._close(
-                rows[index], bool(hits_BN[index, counts_B[index] - 1]), int(tokens_BN[index, counts_B[index] - 1])
-            )
-        return Committed(counts_B, ended)
+        over_B = self.generated_S[slots_B] >= self._limits_S[slots_B]
+        if hits_BN is not None:
+            over_B |= hits_BN[np.arange(len(rows)), counts_B - 1]
+        for index in watched:
+            over_B[index] |= rows[index].finish is not None
+        over_E = over_B.nonzero()[0].tolist()
+        for index in over_E:
+            last = counts_B[index] - 1
+            self._close(rows[index], hits_BN is not None and bool(hits_BN[index, last]), int(tokens_BN[index, last]))
+        return Committed(counts_B, [rows[index] for index in over_E])
 
     def _append(
         self, slots_B: Ints, counts_B: Ints, tokens_BN: Ints, logprobs_BN: Floats, policy_logprobs_BN: Floats
@@ -178,14 +179,18 @@ class RowTable:
             row.finish = row.limit_finish
 
     def record_round(
-        self, slots_B: Ints, drafted_B: Ints, accepted_B: Ints, looked_up_B: npt.NDArray[np.bool_] | bool = False
+        self,
+        slots_B: Ints,
+        drafted_B: Ints | int,
+        accepted_B: Ints | int,
+        looked_up_B: npt.NDArray[np.bool_] | bool = False,
     ) -> None:
         """Note one round of each row."""
         index_B = self._rounds_S[slots_B]
         self._drafted_ST[slots_B, index_B] = drafted_B
         self._accepted_ST[slots_B, index_B] = accepted_B
         self._looked_up_ST[slots_B, index_B] = looked_up_B
-        self._rounds_S[slots_B] += 1
+        self._rounds_S[slots_B] = index_B + 1
 
     def tokens(self, slot: int) -> Ints:
         """i64[T]: what a row has generated so far (a view)."""

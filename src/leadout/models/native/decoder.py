@@ -162,4 +162,4 @@ class NativeDecoder:
         self._library.functions.lo_decoder_logits(
             self._handle, hidden_XH.data_ptr(), hidden_XH.shape[0], stride, logits_XV.data_ptr()
         )
-        return logits_XV[:, : self._spec.vocab_size]
+        return logits_XV if self._spec.vocab_size == stride else logits_XV[:, : self._spec.vocab_size]

@@ -104,7 +104,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "lo_output_head_law": (None, [_pointer, _int, _int, ctypes.c_float, *[_pointer] * 4]),
     "lo_output_head_back": (None, [*[_pointer] * 4, *[_int] * 3, ctypes.c_float, *[_pointer] * 5, _int]),
     "lo_filter": (None, [_pointer, _int, _long, _pointer, _pointer, _pointer, _pointer]),
-    "lo_law": (None, [_pointer, _int, _long, _int, _pointer, _pointer, _pointer]),
+    "lo_law": (None, [_pointer, _int, _long, _int, _pointer, _int, _pointer, _pointer]),
     "lo_judge": (_int, [_pointer]),
     "lo_logprobs": (_int, [_pointer, _int, _long, *[_pointer] * 3]),
     "lo_copy_rows": (None, [*[_pointer] * 4, _long, _long]),

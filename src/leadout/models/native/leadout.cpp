@@ -166,13 +166,14 @@ void lo_output_head_back(void* head, const float* hidden, const float* weight, c
                                        normalizers, slopes, dhidden, dweight, add != 0);
 }
 
-// In place on f32[X, stride]; temperatures f64[X]; sums f32[X, blocks]; totals f64[X].
-void lo_law(float* logits, int rows, int64_t stride, int vocab, const double* temperatures, float* sums, double* totals) {
+// In place on f32[X, stride]; temperatures f64[X / times]; sums f32[X, blocks]; totals f64[X].
+void lo_law(float* logits, int rows, int64_t stride, int vocab, const double* temperatures, int times, float* sums,
+            double* totals) {
   Pool& pool = Pool::shared();
   std::lock_guard<std::mutex> lock(pool.guard);
   const int blocks = (vocab + kLawBlock - 1) / kLawBlock;
   pool.run(rows, [&](int x, int) {
-    law_row(logits + x * stride, vocab, blocks, temperatures[x], sums + static_cast<size_t>(x) * blocks, totals + x);
+    law_row(logits + x * stride, vocab, blocks, temperatures[x / times], sums + static_cast<size_t>(x) * blocks, totals + x);
   });
 }
 

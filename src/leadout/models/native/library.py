@@ -43,17 +43,18 @@ class NativeLibrary:
             self.functions.lo_configure(threads, self._spin_us)
             self._threads = threads
 
-    def law(self, logits_XV: torch.Tensor, temperature_X: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def law(self, logits_XV: torch.Tensor, temperature_B: torch.Tensor, times: int) -> tuple[torch.Tensor, ...]:
         """Weights, block sums and totals of ``exp((logit - largest) / temperature)``, in place on the logits.
 
         `logits_XV` is f32 with rows that lie V or V rounded up to 512 elements apart; returns f32[X, 512 C], f32[X, C]
-        and f64[X]. Temperature 0 puts weight 1 on the largest, lowest id first.
+        and f64[X]. Each temperature, f64[B], serves `times` rows; 0 puts weight 1 on the largest, lowest id first.
         """
         num_rows, vocab_size = logits_XV.shape
         blocks = -(-vocab_size // LAW_BLOCK)
-        stride = logits_XV.stride(0)
-        assert logits_XV.dtype is torch.float32 and logits_XV.stride(1) == 1 and stride == blocks * LAW_BLOCK
-        assert temperature_X.dtype is torch.float64 and temperature_X.is_contiguous()
+        stride = blocks * LAW_BLOCK
+        assert logits_XV.dtype is torch.float32 and logits_XV.stride() == (stride, 1)
+        assert temperature_B.dtype is torch.float64 and temperature_B.is_contiguous()
+        assert temperature_B.shape[0] * times == num_rows
         sums_XC = torch.empty((num_rows, blocks), dtype=torch.float32)
         total_X = torch.empty(num_rows, dtype=torch.float64)
         self.follow_threads()
@@ -62,11 +63,14 @@ class NativeLibrary:
             num_rows,
             stride,
             vocab_size,
-            temperature_X.data_ptr(),
+            temperature_B.data_ptr(),
+            times,
             sums_XC.data_ptr(),
             total_X.data_ptr(),
         )
-        return logits_XV.as_strided((num_rows, blocks * LAW_BLOCK), (stride, 1)), sums_XC, total_X
+        if vocab_size < stride:
+            logits_XV = logits_XV.as_strided((num_rows, stride), (stride, 1))
+        return logits_XV, sums_XC, total_X
 
     def filtered(
         self, weights_XV: torch.Tensor, top_k_X: torch.Tensor, top_p_X: torch.Tensor, min_p_X: torch.Tensor
