@@ -128,6 +128,8 @@ class GoodputLength:
         self._rounds_on = 0
         self._before: int | None = None
         """While a k is tried for the doubt about its cost, the one it has to beat."""
+        self._tried_for = 1
+        """Rounds after which a try is judged."""
         self._gain = math.inf
         """Forecast goodput over that of plain steps, at the latest decision."""
         self._since_look = 0
@@ -155,8 +157,8 @@ class GoodputLength:
         if rows != decided_for or age >= (_DECIDE_EVERY if self._current else _DECIDE_EVERY_OFF):
             now = load()
             self._decide(rows, now)
-            # Tries are judged at once; the first round pays for catching up and says little of the drafts themselves.
-            age = _DECIDE_EVERY - (2 if now.backlog else 1) if self._before is not None else 0
+            # A first round that pays for catching up says little of the drafts themselves.
+            age = 0 if self._before is None else _DECIDE_EVERY - max(self._tried_for, 2 if now.backlog else 1)
         self._decided = rows, age + 1
         self._since_look += 1
         return Choice(self._current, rows)
@@ -182,11 +184,11 @@ class GoodputLength:
         hoped_K = self._expected(OPTIMISM)[0]
         hoped_K[self._current] = tokens_K[self._current]
         catch_up = self.costs.catch_up_seconds(load.backlog)
-        tried = worth_exploring(
+        tried, rounds = worth_exploring(
             self.costs, rows, self._current, self._since_look, hoped_K, verified_K, seconds_K, catch_up
         )
         if tried != self._current:
-            self._before, self._current, self._since_look = self._current, tried, 0
+            self._before, self._current, self._since_look, self._tried_for = self._current, tried, 0, rounds
 
     def _margin(self, best: int) -> float:
         return _HYSTERESIS_LENGTHS if best and self._current else _HYSTERESIS

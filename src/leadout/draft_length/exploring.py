@@ -20,6 +20,9 @@ off, where all rows would have to catch up first."""
 _LOOK_SHARE, _LOOK_SHARE_OFF = 0.02, 0.004
 """Share of the time since the last look that a second look may lose, going by the forecast; less while off, where
 probes cost as much again."""
+_LOOK_ROUNDS_OFF = 8
+"""Rounds of a second look while off, at a size that was measured in several moments. The first of them pays for
+catching up and finds cold caches; were it alone, what one slow moment made dear would hardly be corrected."""
 OPTIMISM = 1.0
 """Standard deviations by which acceptance may be better than it looks, where a k is tried."""
 _DOUBTS = 2.0
@@ -35,8 +38,10 @@ def worth_exploring(
     verified_K: npt.NDArray[np.float64],
     seconds_K: npt.NDArray[np.float64],
     catch_up: float,
-) -> int:
-    """The k that might gain most, as far as its cost is in doubt; the present one if none might gain enough.
+) -> tuple[int, int]:
+    """The k that might gain most, as far as its cost is in doubt, and for how many rounds to try it.
+
+    It is the present one if none might gain enough.
 
     A pass larger than any measured costs at least what the largest measured one does. One measured seldom or long ago
     may cost less than the forecast says.
@@ -52,22 +57,24 @@ def worth_exploring(
         catch_up: Seconds that drafting has to catch up on first.
 
     """
-    goodput_K, chosen = tokens_K / seconds_K, current
+    goodput_K, chosen, rounds = tokens_K / seconds_K, current, 1
     most = _EXPLORE_GAIN * float(goodput_K[current])
-    lost_K = seconds_K - tokens_K / goodput_K[current] + catch_up
+    lost_K = seconds_K - tokens_K / goodput_K[current]
     may_lose = (_LOOK_SHARE if current else _LOOK_SHARE_OFF) * since_look * float(seconds_K[current])
     present = rows * float(verified_K[current]) if current else None
     young_after = _LOOK_YOUNG_AFTER if current else _LOOK_YOUNG_AFTER_OFF
     for k in range(1, tokens_K.size):
         size = rows * float(verified_K[k])
         known = costs.reaches(size)
-        wait = young_after if known and costs.is_young(size) else _LOOK_AFTER
-        if k == current or (known and (since_look < wait or lost_K[k] > may_lose)):
+        young = known and costs.is_young(size)
+        looks = _LOOK_ROUNDS_OFF if known and not young and not current else 1
+        too_soon = since_look < (young_after if young else _LOOK_AFTER)
+        if k == current or (known and (too_soon or looks * lost_K[k] + catch_up > may_lose)):
             continue
         if known and costs.has_drafted(rows):
             goodput = float(goodput_K[k]) / costs.hoped_share(rows, k, size, present, _DOUBTS)
         else:
             goodput = float(tokens_K[k]) / (LEAST_GAIN * costs.least_seconds(rows, k, size))
         if goodput > most:
-            most, chosen = goodput, k
-    return chosen
+            most, chosen, rounds = goodput, k, looks
+    return chosen, rounds
