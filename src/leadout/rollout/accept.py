@@ -15,6 +15,7 @@ Axes: B rows, K drafts, N = K + 1 positions, V policy vocabulary, R some rows, X
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,11 +23,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from leadout.errors import ModelError
 from leadout.interfaces import Draft, DraftProbs
 from leadout.models.sampling import Law, native_for
 from leadout.rollout.numbers import RoundNumbers
 
 MIN_RESIDUAL_MASS = 1e-7
+_NOT_FINITE = (
+    "the drafter gives probabilities that are not finite: its weights are broken; start it anew or from another "
+    "checkpoint, or set rollout.speculative_config: null"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,12 @@ def verify_point_mass(law: Law, draft: Draft, numbers: RoundNumbers) -> Verdict:
 
 
 def verify_sampled(law: Law, draft: Draft, probs: DraftProbs, numbers: RoundNumbers) -> Verdict:
-    """Accept with min(1, p/q); at the first rejection draw from the residual, after none from p."""
+    """Accept with min(1, p/q); at the first rejection draw from the residual, after none from p.
+
+    Raises:
+        ModelError: a q is not finite.
+
+    """
     num_rows, num_drafts = draft.tokens_BK.shape
     device = draft.tokens_BK.device
     library = native_for(law.weights_XV)
@@ -115,7 +126,12 @@ def verify_sampled(law: Law, draft: Draft, probs: DraftProbs, numbers: RoundNumb
         weights = law.weights_XV, law.block_sums_XC, law.total_X
         numbers_3BN = numbers.judging_uniforms(num_drafts + 1)
         drafts = draft.tokens_BK, draft.counts_B, probs.values_BKV, probs.columns_BK, probs.token_ids_V
-        return Verdict(*library.judge(weights, *drafts, numbers_3BN, MIN_RESIDUAL_MASS))
+        judged = library.judge(weights, *drafts, numbers_3BN, MIN_RESIDUAL_MASS)
+        if judged is None:
+            raise ModelError(_NOT_FINITE)
+        return Verdict(*judged)
+    if not math.isfinite(float(probs.values_BKV.sum())):
+        raise ModelError(_NOT_FINITE)
     index_BK = torch.arange(num_rows, device=device)[:, None] * (num_drafts + 1)
     index_BK = index_BK + torch.arange(num_drafts, device=device)
     p_BK = law.weights_XV[index_BK, draft.tokens_BK].double() / law.total_X[index_BK]

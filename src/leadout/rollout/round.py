@@ -8,7 +8,6 @@ Axes: B live rows, S rows that drafted, K longest draft, N = K + 1 columns, V vo
 
 from __future__ import annotations
 
-import math
 import time
 
 import numpy as np
@@ -16,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from leadout.draft_length.controller import Choice, RoundOutcome
-from leadout.errors import ModelError
 from leadout.rollout.decide import Decision, Drafted, decide
 from leadout.rollout.live import LiveRows
 from leadout.rollout.numbers import RoundNumbers
@@ -70,11 +68,6 @@ def _propose(
         asked_A = np.arange(choice.num_rows)
         slots, lengths_B, numbers = slots[: choice.num_rows], lengths_B[asked_A], numbers.take(asked_A)
     draft = parts.drafter.propose(slots, lengths_B, numbers)
-    if draft.probs is not None and not math.isfinite(float(draft.probs.values_BKV.sum())):
-        raise ModelError(
-            "the drafter gives probabilities that are not finite: its weights are broken; start it anew or from "
-            "another checkpoint, or set rollout.speculative_config: null"
-        )
     rows_S = np.flatnonzero(draft.counts_B)
     if rows_S.size == 0:
         return len(slots), None
@@ -83,17 +76,16 @@ def _propose(
 
 def _block(table: RowTable, live: LiveRows, drafted: Drafted | None, device: torch.device) -> tuple[torch.Tensor, Ints]:
     """The tokens of the pass, i64[B, N]: pending tokens and drafts; and how many of each row are real."""
-    pending_B1 = torch.from_numpy(table.last_tokens(live.slots_B)[:, None]).to(device)
+    pending_B = table.last_tokens(live.slots_B)
     counts_B = np.ones(len(live.rows), np.int64)
     if drafted is None:
-        return pending_B1, counts_B
+        return torch.from_numpy(pending_B[:, None]).to(device), counts_B
     counts_B[drafted.rows_S] += drafted.draft.counts_B
-    drafts_SK = drafted.draft.tokens_BK
-    if drafted.rows_S.size == len(live.rows):
-        return torch.cat([pending_B1, drafts_SK], 1), counts_B
-    tokens_BN = torch.nn.functional.pad(pending_B1, (0, drafts_SK.shape[1]))
-    tokens_BN[torch.from_numpy(drafted.rows_S).to(device), 1:] = drafts_SK
-    return tokens_BN, counts_B
+    drafts_SK = drafted.draft.tokens_BK.cpu().numpy()
+    tokens_BN = np.zeros((len(pending_B), 1 + drafts_SK.shape[1]), np.int64)
+    tokens_BN[:, 0] = pending_B
+    tokens_BN[drafted.rows_S, 1:] = drafts_SK
+    return torch.from_numpy(tokens_BN).to(device), counts_B
 
 
 def _commit(

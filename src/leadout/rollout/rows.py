@@ -69,9 +69,11 @@ class RowTable:
     """Tokens, log-probabilities and rounds of every slot."""
 
     def __init__(self, num_slots: int, capacity: int) -> None:
-        self._tokens_ST = np.zeros((num_slots, capacity), np.int64)
-        self._logprobs_ST = np.zeros((num_slots, capacity))
-        self._policy_logprobs_ST = np.zeros((num_slots, capacity))
+        # The last column takes what nobody reads.
+        self._trash = capacity
+        self._tokens_ST = np.zeros((num_slots, capacity + 1), np.int64)
+        self._logprobs_ST = np.zeros((num_slots, capacity + 1))
+        self._policy_logprobs_ST = np.zeros((num_slots, capacity + 1))
         self._drafted_ST = np.zeros((num_slots, capacity), np.int16)
         self._accepted_ST = np.zeros((num_slots, capacity), np.int16)
         self._looked_up_ST = np.zeros((num_slots, capacity), bool)
@@ -139,24 +141,13 @@ class RowTable:
     def _append(
         self, slots_B: Ints, counts_B: Ints, tokens_BN: Ints, logprobs_BN: Floats, policy_logprobs_BN: Floats
     ) -> None:
-        """The first `counts_B` columns of each row behind what it has."""
+        """The first `counts_B` columns of each row behind what it has; what lies past them is overwritten later."""
         start_B = self.generated_S[slots_B]
-        values = (
-            (self._tokens_ST, tokens_BN),
-            (self._logprobs_ST, logprobs_BN),
-            (self._policy_logprobs_ST, policy_logprobs_BN),
-        )
-        if tokens_BN.shape[1] == 1:
-            # A plain step, where what is not needed counts most.
-            for table_ST, new_BN in values:
-                table_ST[slots_B, start_B] = new_BN[:, 0]
-        else:
-            column_N = np.arange(tokens_BN.shape[1])
-            mask_BN = column_N < counts_B[:, None]
-            slot_X = np.broadcast_to(slots_B[:, None], mask_BN.shape)[mask_BN]
-            position_X = (start_B[:, None] + column_N)[mask_BN]
-            for table_ST, new_BN in values:
-                table_ST[slot_X, position_X] = new_BN[mask_BN]
+        place_BN = np.minimum(start_B[:, None] + np.arange(tokens_BN.shape[1]), self._trash)
+        slots_B1 = slots_B[:, None]
+        self._tokens_ST[slots_B1, place_BN] = tokens_BN
+        self._logprobs_ST[slots_B1, place_BN] = logprobs_BN
+        self._policy_logprobs_ST[slots_B1, place_BN] = policy_logprobs_BN
         self.generated_S[slots_B] = start_B + counts_B
 
     @staticmethod

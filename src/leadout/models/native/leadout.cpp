@@ -202,14 +202,16 @@ int lo_logprobs(const float* weights, int rows, int64_t stride, const double* to
   return 1;
 }
 
+// 1; 0 if something is out of range; 2 if a q is not finite.
 int lo_judge(const Judgement* judgement) {
   Pool& pool = Pool::shared();
   std::lock_guard<std::mutex> lock(pool.guard);
-  std::atomic<int> right{1};
+  std::atomic<int> all{kRight};
   pool.run(judgement->batch, [&](int b, int) {
-    if (!judge_row(*judgement, b)) right = 0;
+    const Judged one = judge_row(*judgement, b);
+    if (one != kRight) all = one;
   });
-  return right;
+  return all;
 }
 
 // Row to[x] of `target` becomes row from[x] of `source`.

@@ -177,8 +177,10 @@ class NativeLibrary:
         ids_D: torch.Tensor | None,
         uniforms_3BW: tuple[npt.NDArray[np.float64], ...],
         least: float,
-    ) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
+    ) -> tuple[npt.NDArray[np.int64], torch.Tensor] | None:
         """Drafts kept, i64[B], and the token after them, i64[B]: the accept rule for sampled drafts.
+
+        None if a q is not finite.
 
         `law` is weights f32[X, V], block sums and totals of X = B (K + 1) positions; columns of q are the policy's ids
         `ids_D` (None: the first D). Uniforms are those for accepting, correcting and drawing. Where less than `least`
@@ -220,9 +222,10 @@ class NativeLibrary:
             vocab=weights_XV.shape[1],
         )
         self.follow_threads()
-        if not self.functions.lo_judge(ctypes.byref(judgement)):
+        judged = self.functions.lo_judge(ctypes.byref(judgement))
+        if judged == 0:
             raise IndexError("drafts outside the vocabulary")
-        return accepted_B, next_B
+        return (accepted_B, next_B) if judged == 1 else None
 
     def copy_rows(
         self,

@@ -1,5 +1,6 @@
 // Logits to the weights of a law, in place: two passes over a row while it lies in the level-2 cache.
 #pragma once
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -130,14 +131,22 @@ struct Judgement {
   int32_t blocks, batch, drafts, num_q, vocab;
 };
 
-// The rule of `leadout.rollout.accept` for one row; false if a token or column is out of range.
-inline bool judge_row(const Judgement& j, int b) {
+enum Judged { kOutside = 0, kRight = 1, kNotFinite = 2 };
+
+// The rule of `leadout.rollout.accept` for one row, unless a token or column is out of range or a q is not finite.
+inline Judged judge_row(const Judgement& j, int b) {
   const int count = static_cast<int>(j.counts[b]);
-  if (count < 0 || count > j.drafts) return false;
+  if (count < 0 || count > j.drafts) return kOutside;
+  for (int k = 0; k < count; ++k) {
+    const float* q = j.q + (static_cast<int64_t>(b) * j.drafts + k) * j.num_q;
+    __m512 sum = _mm512_setzero_ps();
+    for (int v = 0; v < j.num_q; v += kLanes) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask_of(j.num_q - v), q + v));
+    if (!std::isfinite(_mm512_reduce_add_ps(sum))) return kNotFinite;
+  }
   int kept = 0;
   for (; kept < count; ++kept) {
     const int64_t y = static_cast<int64_t>(b) * j.drafts + kept, x = y + b, token = j.tokens[y], column = j.columns[y];
-    if (token < 0 || token >= j.vocab || column < 0 || column >= j.num_q) return false;
+    if (token < 0 || token >= j.vocab || column < 0 || column >= j.num_q) return kOutside;
     const double p = static_cast<double>(j.weights[x * j.stride + token]) / j.totals[x];
     const double q = static_cast<double>(j.q[y * j.num_q + column]);
     if (!(j.accept[b * j.width + kept] * q < p)) break;
@@ -147,14 +156,14 @@ inline bool judge_row(const Judgement& j, int b) {
   const float* row = j.weights + x * j.stride;
   if (kept == count) {
     j.next[b] = draw_row(row, j.blocks, j.sums + x * j.blocks, j.draw[b * j.width + kept]);
-    return true;
+    return kRight;
   }
   thread_local std::vector<float> left, left_sums;
   left.resize(static_cast<size_t>(j.blocks) * kLawBlock);
   left_sums.resize(j.blocks);
   residual_row(row, j.blocks, j.totals[x], j.q + y * j.num_q, j.num_q, j.ids, j.least, left.data(), left_sums.data());
   j.next[b] = draw_row(left.data(), j.blocks, left_sums.data(), j.correct[b * j.width + kept]);
-  return true;
+  return kRight;
 }
 
 // Philox4x32-10 (Salmon et al., SC 2011): 53 random bits of the first two words, in [0, 1).
