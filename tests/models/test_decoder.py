@@ -6,10 +6,11 @@ import torch
 from transformers import AutoTokenizer
 
 from leadout.errors import CapacityError, ModelError
-from leadout.models.decoder import DecoderStates, FusedDecoder
+from leadout.models.decoder import FusedDecoder
 from leadout.models.kv import KVSlots
 from leadout.models.loading import iter_weights, load_policy, read_config, resolve
 from leadout.models.spec import DecoderSpec
+from leadout.models.states import DecoderStates
 from tests.models.tiny import CONFIGS, decoder, policy
 
 DTYPES = [torch.float64, torch.float32]

@@ -14,10 +14,10 @@ import torch
 
 from leadout.draft_length.controller import DraftLength, FixedLength
 from leadout.interfaces import Draft, DraftProbs, Noise
-from leadout.models.decoder import DecoderStates, keep_newest
 from leadout.models.kv import KVSlots
 from leadout.models.sampling import Law
 from leadout.models.spec import DecoderSpec
+from leadout.models.states import DecoderStates, keep_newest
 from leadout.records import Prompt, RefitReport, Request, Rollout, RolloutId, SamplingParams, WeightUpdate
 from leadout.rollout.engine import NativeGenerator
 from leadout.rollout.parts import EngineParts

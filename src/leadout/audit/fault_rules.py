@@ -91,7 +91,7 @@ class ChangedRule:
         p_BK = seen.weights_XV[index_BK, draft.tokens_BK].double() / seen.total_X[index_BK]
         q_BK = draft.probs.values_BKV.gather(-1, draft.probs.columns_BK[..., None]).squeeze(-1).clamp_min(1e-45)
         accepts_BK = numbers.accept_uniforms(num_drafts) < self.accept(p_BK, q_BK)
-        accepted_B = leading(accepts_BK, draft.counts_B)
+        accepted_B = leading(accepts_BK.numpy(), draft.counts_B)
         return Verdict(accepted_B, self._next(law, draft, accepted_B, numbers))
 
     def _next(self, law: Law, draft: Draft, accepted_B: Ints, numbers: RoundNumbers) -> torch.Tensor:

@@ -31,7 +31,7 @@ class SetAcceptance:
         """Decide by the rule, then keep as many drafts as the rate says; reproducible, by the round's own numbers."""
         verdict = verify(law, draft, numbers)
         kept_BK = numbers.accept_uniforms(draft.tokens_BK.shape[1]) < self.rate
-        return Verdict(leading(kept_BK, draft.counts_B), verdict.next_B)
+        return Verdict(leading(kept_BK.cpu().numpy(), draft.counts_B), verdict.next_B)
 
 
 def length_at(rate: float, num_drafts: int) -> float:

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 
 from leadout.interfaces import Draft, DraftProbs, Noise
-from leadout.models.decoder import DecoderStates
 from leadout.models.kv import KVSlots
 from leadout.models.sampling import Law, ParamsBatch, tempered_weights
+from leadout.models.states import DecoderStates
 from leadout.records import Request, SamplingParams
 
 RANK = 8

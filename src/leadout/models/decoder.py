@@ -16,7 +16,7 @@ K key-value heads, G = A / K, M = 2K, C = A + 2K, D head dimension, L context, P
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -30,17 +30,8 @@ from leadout.models.linear import LogitsHead
 from leadout.models.native.check import native_decoder
 from leadout.models.native.decoder import NativeDecoder
 from leadout.models.spec import DecoderSpec
+from leadout.models.states import DecoderStates, keep_newest
 from leadout.models.weights import check_tensors, expected_shapes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderStates:
-    """What a forward pass leaves behind for the head and the drafter."""
-
-    hidden_BNH: torch.Tensor
-    """After the final norm; `FusedDecoder.logits` takes it."""
-    taps_BNF: torch.Tensor | None
-    """Inputs of the tapped layers, concatenated in the order asked for; None without taps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +50,6 @@ class _Block:
     cos: torch.Tensor
     sin: torch.Tensor
     mask: torch.Tensor | None
-
-
-def keep_newest(states: DecoderStates, counts_B: npt.NDArray[np.int64] | None) -> DecoderStates:
-    """The states of each row's last real token, [B, 1, H]."""
-    hidden_BNH = states.hidden_BNH
-    batch, width, size = hidden_BNH.shape
-    last_B = np.full(batch, width - 1) if counts_B is None else np.maximum(counts_B - 1, 0)
-    index_B11 = torch.from_numpy(last_B).to(hidden_BNH.device)[:, None, None]
-    return replace(states, hidden_BNH=hidden_BNH.gather(1, index_B11.expand(batch, 1, size)))
 
 
 def _check_fits(needed_B: npt.NDArray[np.int64], kv: KVSlots) -> None:

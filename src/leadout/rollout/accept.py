@@ -106,10 +106,11 @@ def verify_mixed(
 def verify_point_mass(law: Law, draft: Draft, numbers: RoundNumbers) -> Verdict:
     """Draw every position from p with its own number; drafts are kept while they equal the draws."""
     num_rows, num_drafts = draft.tokens_BK.shape
-    drawn_BN = law.draw(numbers.token_uniforms(num_drafts + 1).reshape(-1)).reshape(num_rows, num_drafts + 1)
-    accepted_B = leading(drawn_BN[:, :num_drafts] == draft.tokens_BK, draft.counts_B)
-    next_B = drawn_BN.gather(-1, torch.from_numpy(accepted_B).to(drawn_BN.device)[:, None]).squeeze(-1)
-    return Verdict(accepted_B, next_B)
+    drawn_X = law.draw(numbers.token_uniforms(num_drafts + 1).reshape(-1))
+    drawn_BN = drawn_X.cpu().numpy().reshape(num_rows, num_drafts + 1)
+    accepted_B = leading(drawn_BN[:, :num_drafts] == draft.tokens_BK.cpu().numpy(), draft.counts_B)
+    next_B = drawn_BN[np.arange(num_rows), accepted_B]
+    return Verdict(accepted_B, torch.from_numpy(next_B).to(drawn_X.device))
 
 
 def verify_sampled(law: Law, draft: Draft, probs: DraftProbs, numbers: RoundNumbers) -> Verdict:
@@ -138,7 +139,7 @@ def verify_sampled(law: Law, draft: Draft, probs: DraftProbs, numbers: RoundNumb
     q_BK = probs.values_BKV.gather(-1, probs.columns_BK[..., None]).squeeze(-1)
     # Padding past a row's count may hold q = 0; its outcome is not used.
     accepts_BK = numbers.accept_uniforms(num_drafts) < acceptance_probability(p_BK, q_BK.clamp_min(1e-45))
-    accepted_B = leading(accepts_BK, draft.counts_B)
+    accepted_B = leading(accepts_BK.cpu().numpy(), draft.counts_B)
     return Verdict(accepted_B, draw_next(law, draft, probs, accepted_B, numbers))
 
 
@@ -162,7 +163,7 @@ def draw_next(
     return Law.from_weights(weights_BV).draw(uniforms_B)
 
 
-def leading(holds_BK: torch.Tensor, counts_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def leading(holds_BK: npt.NDArray[np.bool_], counts_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """i64[B]: how many of the first `counts_B` entries of each row hold before the first that does not."""
-    outcome_BK = holds_BK.cpu().numpy() & (np.arange(holds_BK.shape[1]) < counts_B[:, None])
+    outcome_BK = holds_BK & (np.arange(holds_BK.shape[1]) < counts_B[:, None])
     return np.asarray(np.logical_and.accumulate(outcome_BK, axis=1).sum(axis=1), np.int64)

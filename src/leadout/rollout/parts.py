@@ -12,9 +12,9 @@ import torch
 
 from leadout.draft_length.controller import DraftLength, FixedLength
 from leadout.interfaces import Drafter, Stateful
-from leadout.models.decoder import DecoderStates
 from leadout.models.kv import KVSlots
 from leadout.models.sampling import ParamsBatch
+from leadout.models.states import DecoderStates
 from leadout.records import SamplingParams
 from leadout.rollout.accept import AcceptRule, verify
 from leadout.rollout.rows import StopWatchFactory
