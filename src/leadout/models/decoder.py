@@ -23,7 +23,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from leadout.errors import CapacityError
 from leadout.models.kv import KVSlots
 from leadout.models.layer import Layer, load_layer, place
 from leadout.models.linear import LogitsHead
@@ -50,12 +49,6 @@ class _Block:
     cos: torch.Tensor
     sin: torch.Tensor
     mask: torch.Tensor | None
-
-
-def _check_fits(needed_B: npt.NDArray[np.int64], kv: KVSlots) -> None:
-    needed = int(needed_B.max())
-    if needed > kv.max_len:
-        raise CapacityError(f"expected at most {kv.max_len} tokens in a row, got {needed}; raise max_model_len")
 
 
 class FusedDecoder:
@@ -192,7 +185,7 @@ class FusedDecoder:
         assert not own_writes, "a cache with writes of its own needs a decoder made with native=False"
         lengths_B = kv.lengths[list(slots)]
         counts_B = np.full(batch, width, np.int64) if counts_B is None else np.ascontiguousarray(counts_B, np.int64)
-        _check_fits(lengths_B + counts_B, kv)
+        kv.check_fits(lengths_B + counts_B)
         hidden_BNH, taps_BNF = native.forward(
             tokens_BN, kv.addresses, kv.strides, kv.rows_array(slots), lengths_B, counts_B, taps, newest
         )
@@ -232,7 +225,7 @@ class FusedDecoder:
         batch, width = tokens_BN.shape
         assert batch == len(slots) and kv.max_len <= self.max_len
         lengths_B = kv.lengths[list(slots)]
-        _check_fits(lengths_B + (width if counts_B is None else counts_B), kv)
+        kv.check_fits(lengths_B + (width if counts_B is None else counts_B))
         rows = kv.rows(slots)
         first = int(lengths_B[0])
         context = min(int(lengths_B.max()) + width, kv.max_len)

@@ -125,6 +125,12 @@ class KVSlots:
             self._row_of[mover] = hole
             self._slot_at[hole] = mover
 
+    def check_fits(self, lengths_B: npt.NDArray[np.int64]) -> None:
+        """Raise CapacityError where a row would grow past its end."""
+        needed = int(lengths_B.max())
+        if needed > self.max_len:
+            raise CapacityError(f"expected at most {self.max_len} tokens in a row, got {needed}; raise max_model_len")
+
     def advance(self, slots: Sequence[int], counts_B: npt.NDArray[np.int64]) -> None:
         """Count tokens whose keys and values were written."""
         index = list(slots)
