@@ -61,6 +61,13 @@ def test_a_head_to_go_on_from_takes_fewer_and_smaller_steps_unless_told_otherwis
     assert settings.decay_updates == 64 // rollouts
 
 
+@pytest.mark.parametrize(("share", "expected"), [(None, 8), (0.0, 0), (0.25, 4), (1.0, 16)])
+def test_the_learning_rate_falls_after_half_of_the_updates_unless_told_otherwise(share, expected):
+    changes = {} if share is None else {"lr_decay_from": share}
+    settings = draft_settings(DraftPlan(model="policy", data={}, num_rollouts=64, passes=1, **changes))
+    assert (settings.decay_from, settings.decay_updates) == (expected, 16)
+
+
 def train(plan: DraftPlan, out: Path) -> tuple[dict[str, float], str]:
     screen = StringIO()
     return train_draft(plan, out, Console(file=screen, width=200)), screen.getvalue()

@@ -42,6 +42,8 @@ class DraftPlan:
     """A drafter to go on from; its shape holds, not that of `draft`."""
     format: Literal["hf", "speculators"] = "hf"
     """Form of the folder that results."""
+    lr_decay_from: float = 0.5
+    """Share of all updates after which the learning rate falls, linearly."""
     seed: int = 0
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Of engine and matrix products."""
@@ -98,7 +100,7 @@ class DraftPlan:
 
 
 def draft_settings(plan: DraftPlan) -> DraftSettings:
-    """The trainer's settings: constant learning rate for half of the updates, then linearly down."""
+    """The trainer's settings: a constant learning rate at first, then linearly down."""
     draft = plan.draft
     # A small model that was cut from the policy knows little; a head to go on from knows what it was taught.
     trained = plan.init is not None and plan.method != "small_model"
@@ -111,7 +113,7 @@ def draft_settings(plan: DraftPlan) -> DraftSettings:
         decay=draft.ttt_decay,
         learning_rate=draft.rate(trained=trained),
         warmup_steps=draft.warmup_steps,
-        decay_from=updates // 2,
+        decay_from=int(plan.lr_decay_from * updates),
         decay_updates=updates,
         max_grad_norm=draft.max_grad_norm,
         passes=draft.passes,

@@ -103,6 +103,9 @@ _LayerIds = Annotated[
 _LearningRate = Annotated[
     float | None, typer.Option(callback=finite, help="1e-3, or 1e-4 for a head to go on from, unless named here.")
 ]
+_DecayFrom = Annotated[
+    float, typer.Option(callback=finite, min=0.0, max=1.0, help="Share of updates after which the learning rate falls.")
+]
 _Start = Annotated[
     Path | None, typer.Option(metavar="DIR", help="A drafter to go on from; a small model must be named.")
 ]
@@ -128,6 +131,7 @@ def train(
     ttt_steps: Annotated[int, typer.Option(min=1, max=8, help="Unrolled steps.")] = 3,
     ttt_decay: Annotated[float, typer.Option(callback=finite, help="Weight of a step against the one before.")] = 0.8,
     learning_rate: _LearningRate = None,
+    lr_decay_from: _DecayFrom = 0.5,
     drafts: Annotated[int, typer.Option(min=1, max=8, help="Drafts of a round that are measured.")] = 3,
     held_out: Annotated[int, typer.Option(min=1, help="Most held-out prompts of each data set.")] = 48,
     measure_every: Annotated[int, typer.Option(min=1, help="Batches between measurements.")] = 4,
@@ -163,6 +167,7 @@ def train(
         ),
         init=start,
         format=form,
+        lr_decay_from=lr_decay_from,
         seed=seed,
     )
     _carry_out(plan, out)
