@@ -3,7 +3,7 @@
 Part of the goodput rule (`leadout.draft_length.controller`). Probes that speak against a drafter become rarer, one that
 speaks for it is followed by others soon: a drafter that has changed while it rested shows in a row of good probes, not
 in a mean over all that was ever seen. Probes that follow may lose what the good ones saved, no more, so that all
-together lose at most 0.7 % of the time.
+together lose at most 1 % of the time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KNOWN, _WELL_KNOWN = 8.0, 16.0
 """Row-rounds asked after which acceptance counts as known, and after which the wait may grow."""
 _PROBE_DRAFTS, _PROBE_SHARE = 3, 16
 """Drafts of a probe, and one row in so many makes them."""
-_PROBE_LOSS = 0.007
+_PROBE_LOSS = 0.01
 """Share of the time since the last probe that one may lose: dear drafts are probed more rarely."""
 _FORECAST_EVERY = 32
 """Rounds after which a probe that was too dear is forecast again at the latest: fewer rows may be cheaper."""
