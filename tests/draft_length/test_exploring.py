@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
+from leadout.draft_length.controller import GoodputLength
 from leadout.draft_length.costs import CostProfile
 from leadout.draft_length.exploring import worth_exploring
 
@@ -18,9 +21,35 @@ def costs(moments: int, pass_seconds: float = 18.0) -> CostProfile:
             profile.record(8, 0, 0.0, 10.0)
         for _ in range(4):
             profile.record(16, 1, 0.2, pass_seconds, asked=8)
-    for _ in range(800):
-        profile.record(8, 0, 0.0, 10.0)
+    for number in range(800):
+        profile.record(7 if number % 100 == 0 else 8, 0, 0.0, 10.0)
     return profile
+
+
+def looking(rounds: int = 0) -> GoodputLength:
+    """A draft length `rounds` into its second look at resting drafts, which take 18 s for 1.8 tokens."""
+    length = GoodputLength(1, costs(moments=8))
+    for _ in range(10):
+        length.acceptance.record(np.ones(8, np.int64), np.array([1, 1, 1, 1, 1, 1, 1, 0]), 1)
+    length._since_look = 2000
+    length._probing.rounds_off = 0
+    length._decided = (8, 32)
+    for _ in range(rounds):
+        assert length.choose(8).num_drafts == 1
+    return length
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+def test_a_second_look_goes_on_for_its_rounds_though_rows_end(rows):
+    length = looking(rounds=1)
+    assert [length.choose(rows).num_drafts for _ in range(9)] == [1] * 7 + [0] * 2
+
+
+def test_a_second_look_survives_a_checkpoint():
+    length = looking(rounds=3)
+    other = GoodputLength(1, costs(moments=8))
+    other.load_state_dict(json.loads(json.dumps(length.state_dict())))
+    assert [other.choose(8).num_drafts for _ in range(7)] == [1] * 5 + [0] * 2
 
 
 def explored(profile: CostProfile, since_look: int, current: int = 0, catch_up: float = 3.0) -> tuple[int, int]:

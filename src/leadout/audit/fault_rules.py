@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from leadout.interfaces import Draft
+from leadout.models.randomness import Purpose
 from leadout.models.sampling import Law, ParamsBatch, filter_weights
 from leadout.records import SamplingParams
 from leadout.rollout.accept import (
@@ -119,20 +120,20 @@ class ChangedRule:
 class _SharedAccept(RoundNumbers):
     """The number that decided acceptance draws the correction."""
 
-    def residual_uniforms(self, offset_B: Ints) -> torch.Tensor:
-        """f64[B]."""
-        width = int(offset_B.max()) + 1
-        return self.accept_uniforms(width)[torch.arange(offset_B.size), torch.from_numpy(offset_B)]
+    @property
+    def correcting(self) -> Purpose:
+        """Another purpose's."""
+        return Purpose.ACCEPT
 
 
 @dataclass(frozen=True, slots=True)
 class _SharedDraft(RoundNumbers):
     """The number that drew the draft draws the correction."""
 
-    def residual_uniforms(self, offset_B: Ints) -> torch.Tensor:
-        """f64[B]."""
-        depths = [self.draft_uniforms(depth) for depth in range(int(offset_B.max()) + 1)]
-        return torch.stack(depths, 1)[torch.arange(offset_B.size), torch.from_numpy(offset_B)]
+    @property
+    def correcting(self) -> Purpose:
+        """Another purpose's."""
+        return Purpose.DRAFT
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,9 @@ class GoodputLength:
             self._rounds_on = 0
             return Choice(0, rows)
         decided_for, age = self._decided
-        if rows != decided_for or age >= (_DECIDE_EVERY if self._current else _DECIDE_EVERY_OFF):
+        is_due = age >= (_DECIDE_EVERY if self._current else _DECIDE_EVERY_OFF)
+        # A try is judged when its rounds are over, also where rows end meanwhile.
+        if is_due or (rows != decided_for and self._before is None):
             now = load()
             self._decide(rows, now)
             # A first round that pays for catching up says little of the drafts themselves.
@@ -247,6 +249,8 @@ class GoodputLength:
         return {
             "acceptance": self.acceptance.state_dict(),
             "current": self._current,
+            "before": self._before,
+            "since_look": self._since_look,
             "rounds_on": self._rounds_on,
             **self._probing.state(),
             "decided": list(self._decided),
@@ -261,4 +265,6 @@ class GoodputLength:
         self._current, self._rounds_on = (int(str(state[name])) for name in ("current", "rounds_on"))
         self._probing.restore(state)
         self._decided = int(decided[0]), int(decided[1])
+        before, self._since_look = state["before"], int(str(state["since_look"]))
+        self._before = None if before is None else int(str(before))
         self._endings.restore(endings)

@@ -92,6 +92,9 @@ class Law:
         vocab_size = weights_XV.shape[-1]
         block = min(_BLOCK, vocab_size)
         blocks = -(-vocab_size // block)
+        if vocab_size < _BLOCK:
+            # Rows of a smaller vocabulary may lie a block apart; the native kernels would take them for whole blocks.
+            weights_XV = weights_XV.contiguous()
         if blocks * block != vocab_size:
             weights_XV = torch.nn.functional.pad(weights_XV, (0, blocks * block - vocab_size))
         block_sums_XC = weights_XV.reshape(-1, blocks, block).sum(-1)

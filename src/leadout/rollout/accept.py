@@ -117,7 +117,7 @@ def verify_sampled(law: Law, draft: Draft, probs: DraftProbs, numbers: RoundNumb
     """Accept with min(1, p/q); at the first rejection draw from the residual, after none from p.
 
     Raises:
-        ModelError: a q is not finite.
+        ModelError: a q that was drafted from is not finite.
 
     """
     num_rows, num_drafts = draft.tokens_BK.shape
@@ -131,7 +131,8 @@ def verify_sampled(law: Law, draft: Draft, probs: DraftProbs, numbers: RoundNumb
         if judged is None:
             raise ModelError(_NOT_FINITE)
         return Verdict(*judged)
-    if not math.isfinite(float(probs.values_BKV.sum())):
+    is_drafted_BK = torch.from_numpy(np.arange(num_drafts) < draft.counts_B[:, None]).to(device)
+    if not math.isfinite(float(probs.values_BKV[is_drafted_BK].sum())):
         raise ModelError(_NOT_FINITE)
     index_BK = torch.arange(num_rows, device=device)[:, None] * (num_drafts + 1)
     index_BK = index_BK + torch.arange(num_drafts, device=device)

@@ -15,8 +15,6 @@ import torch
 
 from leadout.models.randomness import Purpose, round_uniforms
 
-_JUDGING = (Purpose.ACCEPT, Purpose.RESIDUAL, Purpose.TOKEN)
-
 
 @dataclass(frozen=True, slots=True)
 class RoundNumbers:
@@ -33,6 +31,11 @@ class RoundNumbers:
     """Positions of the round that are expected to be asked for."""
     _made: list[npt.NDArray[np.float64]] = field(default_factory=list, init=False, repr=False)
     """The numbers of every purpose so far, f64[4, B, N], in the last place."""
+
+    @property
+    def correcting(self) -> Purpose:
+        """The purpose whose numbers draw corrections; the audit injects wrong ones."""
+        return Purpose.RESIDUAL
 
     def take(self, index_R: npt.NDArray[np.int64]) -> RoundNumbers:
         """The numbers of some of the rows."""
@@ -74,9 +77,10 @@ class RoundNumbers:
 
     def judging_uniforms(self, num_positions: int) -> tuple[npt.NDArray[np.float64], ...]:
         """f64[B, N] each for accepting, correcting and drawing, with one stride; on the host, wherever the rest is."""
-        return tuple(self._block(num_positions, purpose) for purpose in _JUDGING)
+        purposes = (Purpose.ACCEPT, self.correcting, Purpose.TOKEN)
+        return tuple(self._block(num_positions, purpose) for purpose in purposes)
 
     def residual_uniforms(self, offset_B: npt.NDArray[np.int64]) -> torch.Tensor:
         """f64[B] for the correction at round position `offset_B`."""
-        block_BN = self._block(int(offset_B.max()) + 1, Purpose.RESIDUAL)
+        block_BN = self._block(int(offset_B.max()) + 1, self.correcting)
         return self._place(block_BN[np.arange(len(offset_B)), offset_B])

@@ -30,6 +30,7 @@ CONFIGS: dict[str, Any] = {
     "llama_biases_tied": lambda: LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "llama_one_kv_head_each": lambda: LlamaConfig(**{**_SIZES, "num_key_value_heads": 6, "head_dim": 48}),
     "llama_group_of_six": lambda: LlamaConfig(**{**_SIZES, "num_key_value_heads": 1, "head_dim": 64}),
+    "small_vocabulary": lambda: LlamaConfig(**{**_SIZES, "head_dim": 32, "vocab_size": 300}),
     "mistral": lambda: MistralConfig(**{**_SIZES, "head_dim": 128}, sliding_window=None),
     "qwen2": lambda: Qwen2Config(**{**_SIZES, "hidden_size": 96}),
     "qwen3": lambda: Qwen3Config(**{**_SIZES, "head_dim": 80}),

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
+from leadout.audit.fault_rules import shared_accept_rule, shared_draft_rule
+from leadout.errors import ModelError
 from leadout.interfaces import Draft, DraftProbs
 from leadout.models.native.library import native_library
 from leadout.models.native.rows import copy_rows
 from leadout.models.randomness import philox4x32
 from leadout.models.sampling import Law, ParamsBatch, filter_sorted, tempered_weights
 from leadout.records import SamplingParams
-from leadout.rollout.accept import verify
+from leadout.rollout.accept import AcceptRule, verify
 from leadout.rollout.numbers import RoundNumbers
 from tests.models.native.models import needs_kernels
 
@@ -70,24 +74,22 @@ def test_a_token_of_zero_weight_is_never_drawn() -> None:
 
 
 def judged_round(reduced: bool, rows: int = 3000, drafts: int = 3) -> tuple[Law, Draft, RoundNumbers]:
-    """Many rows with drafts from q, each of its own length, under laws near q."""
+    """Rows with drafts from q, each of its own length, under laws near q; every position has a law and a q of its own."""
     generator = torch.Generator().manual_seed(2)
     ids_D = torch.randperm(700, generator=generator)[:300] if reduced else None
-    logits_XV = padded(1, 700).expand(rows * (drafts + 1), 700)
-    placed_XV = torch.zeros(rows * (drafts + 1), 1024)[:, :700].copy_(logits_XV)
-    own_VD = logits_XV[0] if ids_D is None else logits_XV[0, ids_D]
-    q_D = (own_VD + 0.7 * torch.randn(len(own_VD), generator=generator)).softmax(-1)
-    columns_BK = torch.multinomial(q_D, rows * drafts, replacement=True, generator=generator).view(rows, drafts)
+    logits_XV = padded(rows * (drafts + 1), 700)
+    own_XD = logits_XV if ids_D is None else logits_XV[:, ids_D]
+    near_XD = own_XD + 0.7 * torch.randn(own_XD.shape, generator=generator)
+    q_BKD = near_XD.softmax(-1).view(rows, drafts + 1, -1)[:, :drafts].contiguous()
+    columns_BK = torch.multinomial(q_BKD.flatten(0, 1), 1, generator=generator).view(rows, drafts)
     draft = Draft(
         tokens_BK=columns_BK if ids_D is None else ids_D[columns_BK],
         counts_B=np.arange(rows) % (drafts + 1),
-        probs=DraftProbs(
-            values_BKV=q_D.expand(rows, drafts, -1).contiguous(), columns_BK=columns_BK, token_ids_V=ids_D
-        ),
+        probs=DraftProbs(values_BKV=q_BKD, columns_BK=columns_BK, token_ids_V=ids_D),
     )
     keys = np.zeros(rows, np.uint64), np.arange(rows), np.zeros(rows, np.int64), np.full(rows, 5)
-    law = Law.from_logits(placed_XV, ParamsBatch.of([SamplingParams()] * rows), drafts + 1)
-    return law, draft, RoundNumbers(*keys, torch.device("cpu"))
+    law = Law.from_logits(logits_XV, ParamsBatch.of([SamplingParams()] * rows), drafts + 1)
+    return law, draft, RoundNumbers(*keys, torch.device("cpu"), width=drafts + 3)
 
 
 @pytest.mark.parametrize("reduced", [True, False])
@@ -119,6 +121,30 @@ def test_where_nothing_is_left_of_p_the_correction_is_drawn_from_p() -> None:
         assert next_1 == law.rows(torch.tensor([0])).draw(torch.tensor([uniform], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("token_k", [0, 1, 2])
+def test_a_law_that_is_not_finite_stops_the_round_where_it_was_drafted_from(token_k: int) -> None:
+    law, draft, numbers = judged_round(reduced=True, rows=4)
+    assert draft.probs is not None and draft.counts_B.tolist() == [0, 1, 2, 3]
+    draft.probs.values_BKV[2, token_k, 250] = torch.nan
+    wide = Law(law.weights_XV.double(), law.block_sums_XC.double(), law.total_X)
+    for each in (law, wide):
+        if token_k == 2:
+            assert verify(each, draft, numbers).accepted_B[0] == 0
+        else:
+            with pytest.raises(ModelError, match="not finite"):
+                verify(each, draft, numbers)
+
+
+@pytest.mark.parametrize("wrong", [shared_accept_rule, shared_draft_rule])
+def test_injected_numbers_reach_the_native_rule(wrong: Callable[[], AcceptRule]) -> None:
+    law, draft, numbers = judged_round(reduced=False, rows=800)
+    exact, found = verify(law, draft, numbers), wrong()(law, draft, numbers)
+    rejected = torch.from_numpy(exact.accepted_B < draft.counts_B)
+    assert (found.accepted_B == exact.accepted_B).all()
+    assert (found.next_B != exact.next_B)[rejected].float().mean() > 0.3
+    assert torch.equal(found.next_B[~rejected], exact.next_B[~rejected])
+
+
 @pytest.mark.parametrize(("token", "column"), [(700, 0), (-1, 0), (0, 300), (0, -1)])
 def test_drafts_outside_their_vocabulary_are_refused(token: int, column: int) -> None:
     law, draft, numbers = judged_round(reduced=True, rows=4)
@@ -135,6 +161,15 @@ def test_log_probabilities_are_those_of_the_torch_operators() -> None:
     torch.testing.assert_close(law.logprob(ids_X), law.prob(ids_X).log(), rtol=1e-15, atol=0)
     with pytest.raises(IndexError, match="outside the vocabulary"):
         law.logprob(torch.tensor([0, 1, 2, 3, 1024]))
+
+
+def test_laws_of_a_vocabulary_smaller_than_a_block_are_left_to_the_torch_operators() -> None:
+    law = Law.from_weights(padded(3, 300).exp_())
+    ids_X = torch.tensor([0, 299, 7])
+    torch.testing.assert_close(
+        law.logprob(ids_X), law.probs(300).double().log()[torch.arange(3), ids_X], rtol=1e-6, atol=0
+    )
+    assert law.draw(torch.zeros(3, dtype=torch.float64)).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float64])

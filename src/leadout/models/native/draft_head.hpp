@@ -112,11 +112,11 @@ class DraftHead {
   }
 
   // The drafts, their columns of the draft vocabulary and the laws they were drawn from.
-  bool draft(Pool& pool, const Drafting& d) {
+  Judged draft(Pool& pool, const Drafting& d) {
     const int size = spec.hidden, blocks = (spec.vocab + kLawBlock - 1) / kLawBlock;
     const size_t ld = static_cast<size_t>(blocks) * kLawBlock;
     Entries e{};
-    if (!gather(d, e)) return false;
+    if (!gather(d, e)) return kOutside;
     drafted_.reserve(static_cast<size_t>(d.batch) * size);
     laws_.reserve(d.batch * ld);
     sums_.reserve(static_cast<size_t>(d.batch) * blocks);
@@ -130,11 +130,11 @@ class DraftHead {
       pool.run(d.batch, [&](int b, int) {
         if (!draw(d, b, k, laws_.get() + b * ld, blocks, sums_.get() + static_cast<size_t>(b) * blocks)) finite = false;
       });
-      if (!finite) return false;
-      if (k + 1 == d.drafts) return true;
+      if (!finite) return kNotFinite;
+      if (k + 1 == d.drafts) return kRight;
       for (int b = 0; b < d.batch; ++b) {
         const int64_t token = d.drafted[static_cast<size_t>(b) * d.drafts + k];
-        if (token < 0 || token >= d.num_embeddings) return false;
+        if (token < 0 || token >= d.num_embeddings) return kOutside;
         std::copy_n(d.embedding + token * size, size, embeddings_.get() + static_cast<size_t>(b) * size);
       }
       e.taps = nullptr, e.depth = 0, e.features = drafted_.get();

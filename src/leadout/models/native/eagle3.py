@@ -16,7 +16,7 @@ import torch
 
 from leadout.models.eagle3 import Eagle3Head
 from leadout.models.native.check import usable_library
-from leadout.models.native.fields import DraftingFields, EntryFields, HeadFields
+from leadout.models.native.fields import NOT_FINITE, OUTSIDE, DraftingFields, EntryFields, HeadFields
 from leadout.models.native.library import LAW_BLOCK, NativeLibrary
 from leadout.models.native.scratch import Scratch
 
@@ -172,7 +172,8 @@ class NativeEagle3:
         assert uniforms_BK.dtype is temperature_B.dtype is torch.float64 and temperature_B.shape == (batch,)
         assert int(counts_B.min()) >= 1 and int(counts_B.max()) <= tokens_SM.shape[1]
         assert int((start_B + counts_B).max()) + drafts - 1 <= self._positions, "drafts past the end of the cache"
-        assert token_ids_V is None or token_ids_V.shape == (vocab_size,)
+        assert token_ids_V is None or (token_ids_V.shape == (vocab_size,) and token_ids_V.is_contiguous())
+        assert (token_ids_V is None or token_ids_V.dtype is torch.int64) and counts_B.dtype == start_B.dtype == np.int64
         uniforms_BK, temperature_B = uniforms_BK.contiguous(), temperature_B.contiguous()
         columns_BK, drafted_BK = torch.empty((2, batch, drafts), dtype=torch.int64)
         probs_XV = self._laws.take(batch * drafts, vocab_size)
@@ -199,7 +200,10 @@ class NativeEagle3:
             drafts=drafts,
         )
         self._library.follow_threads()
-        if not self._library.functions.lo_head_draft(self._handle, ctypes.byref(drafting)):
+        outcome = self._library.functions.lo_head_draft(self._handle, ctypes.byref(drafting))
+        if outcome == OUTSIDE:
+            raise IndexError("tokens outside the vocabulary")
+        if outcome == NOT_FINITE:
             return None
         return columns_BK, drafted_BK, probs_XV.view(batch, drafts, vocab_size)
 

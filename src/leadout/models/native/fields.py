@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
+OUTSIDE, RIGHT, NOT_FINITE = 0, 1, 2
+"""`Judged` in sampling.hpp."""
+
 _pointer, _int, _long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 

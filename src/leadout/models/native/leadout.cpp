@@ -116,7 +116,7 @@ void lo_head_logits(void* head, const float* hidden, int rows, int64_t stride, f
   static_cast<DraftHead*>(head)->logits(pool, hidden, rows, stride, out);
 }
 
-// Whole drafts of several tokens; 0 if the head's logits are not finite, or a token is out of range.
+// Whole drafts of several tokens; a `Judged`.
 int lo_head_draft(void* head, const Drafting* drafting) {
   Pool& pool = Pool::shared();
   std::lock_guard<std::mutex> lock(pool.guard);
@@ -202,7 +202,7 @@ int lo_logprobs(const float* weights, int rows, int64_t stride, const double* to
   return 1;
 }
 
-// 1; 0 if something is out of range; 2 if a q is not finite.
+// A `Judged` of all rows.
 int lo_judge(const Judgement* judgement) {
   Pool& pool = Pool::shared();
   std::lock_guard<std::mutex> lock(pool.guard);

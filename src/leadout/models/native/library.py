@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from leadout.models.native.build import BuildError, build
-from leadout.models.native.fields import SIGNATURES, JudgementFields
+from leadout.models.native.fields import OUTSIDE, RIGHT, SIGNATURES, JudgementFields
 
 _log = logging.getLogger(__name__)
 
@@ -158,7 +158,8 @@ class NativeLibrary:
         """f64[X]: log-probability of one token under each law."""
         num_rows, width = weights_XV.shape
         assert weights_XV.dtype is torch.float32 and weights_XV.stride() == (width, 1) and ids_X.dtype is torch.int64
-        assert ids_X.shape == total_X.shape == (num_rows,) and total_X.is_contiguous()
+        assert ids_X.shape == total_X.shape == (num_rows,)
+        assert total_X.dtype is torch.float64 and total_X.is_contiguous()
         ids_X = ids_X.contiguous()
         out_X = torch.empty(num_rows, dtype=torch.float64)
         if not self.functions.lo_logprobs(
@@ -191,9 +192,11 @@ class NativeLibrary:
         assert weights_XV.shape == (num_rows * (num_drafts + 1), blocks * LAW_BLOCK) and weights_XV.stride(1) == 1
         assert weights_XV.dtype is sums_XC.dtype is q_BKD.dtype is torch.float32 and total_X.dtype is torch.float64
         assert q_BKD.shape[:2] == columns_BK.shape == tokens_BK.shape and num_q <= weights_XV.shape[1]
-        assert counts_B.shape == (num_rows,) and (ids_D is None or len(ids_D) == num_q)
+        assert counts_B.shape == (num_rows,) and counts_B.dtype == np.int64
+        assert tokens_BK.dtype is columns_BK.dtype is torch.int64
+        assert ids_D is None or (ids_D.shape == (num_q,) and ids_D.dtype is torch.int64 and ids_D.is_contiguous())
         assert all(u.shape[0] == num_rows and u.strides == uniforms_3BW[0].strides for u in uniforms_3BW)
-        assert min(u.shape[1] for u in uniforms_3BW) > num_drafts and uniforms_3BW[0].strides[1] == 8
+        assert all(u.dtype == np.float64 and u.shape[1] > num_drafts and u.strides[1] == 8 for u in uniforms_3BW)
         tokens_BK, columns_BK, q_BKD = tokens_BK.contiguous(), columns_BK.contiguous(), q_BKD.contiguous()
         sums_XC, total_X, counts_B = sums_XC.contiguous(), total_X.contiguous(), np.ascontiguousarray(counts_B)
         accepted_B, next_B = np.empty(num_rows, np.int64), torch.empty(num_rows, dtype=torch.int64)
@@ -223,9 +226,9 @@ class NativeLibrary:
         )
         self.follow_threads()
         judged = self.functions.lo_judge(ctypes.byref(judgement))
-        if judged == 0:
-            raise IndexError("drafts outside the vocabulary")
-        return (accepted_B, next_B) if judged == 1 else None
+        if judged == OUTSIDE:
+            raise IndexError("drafts outside the vocabulary, or more of them than there is room for")
+        return (accepted_B, next_B) if judged == RIGHT else None
 
     def copy_rows(
         self,

@@ -131,6 +131,7 @@ struct Judgement {
   int32_t blocks, batch, drafts, num_q, vocab;
 };
 
+// A token, column or count out of range; all is well; a probability or logit that is not finite.
 enum Judged { kOutside = 0, kRight = 1, kNotFinite = 2 };
 
 // The rule of `leadout.rollout.accept` for one row, unless a token or column is out of range or a q is not finite.
