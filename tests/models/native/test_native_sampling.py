@@ -74,7 +74,7 @@ def test_a_token_of_zero_weight_is_never_drawn() -> None:
 
 
 def judged_round(reduced: bool, rows: int = 3000, drafts: int = 3) -> tuple[Law, Draft, RoundNumbers]:
-    """Rows with drafts from q, each of its own length, under laws near q; every position has a law and a q of its own."""
+    """Rows with drafts from q, each of its own length; every position has a law of its own and a q near it."""
     generator = torch.Generator().manual_seed(2)
     ids_D = torch.randperm(700, generator=generator)[:300] if reduced else None
     logits_XV = padded(rows * (drafts + 1), 700)
