@@ -95,6 +95,13 @@ class AcceptanceStats:
         hoped_K = np.minimum(rates_K + optimism * deviation_K, 1.0)
         return np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(hoped_K))])
 
+    def accepted_moments(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """f64[K+1] each: mean and variance of the drafts accepted of k = 0..K that a row makes."""
+        reached_K = np.cumprod(self.rates())
+        mean_K = np.cumsum(reached_K)
+        square_K = np.cumsum((2.0 * np.arange(1, reached_K.size + 1) - 1.0) * reached_K)
+        return np.concatenate([[0.0], mean_K]), np.concatenate([[0.0], square_K - mean_K**2])
+
     def committed_variance(self) -> npt.NDArray[np.float64]:
         """f64[K+1]: variance of the tokens that a row commits in a round, whether or not it drafts."""
         reached_K = np.cumprod(self.rates())

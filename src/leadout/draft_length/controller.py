@@ -7,7 +7,7 @@ never on the token about to be drawn or on rejected drafts: either would bias wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,6 +66,8 @@ class RoundOutcome:
     """Rows that this round ended."""
     ended_at_limit: int = 0
     """Those of them that had no tokens left."""
+    ended_rounds: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = ()
+    """Drafts verified and accepted in each round of their life."""
 
 
 class DraftLength(Protocol):
@@ -219,13 +221,17 @@ class GoodputLength:
         seconds_K[1:] += self.costs.catch_up_seconds(load.backlog) / rounds_K[1:]
         uneven_K = self.acceptance.committed_variance()
         to_limit, share = rows * self._endings.share_at_limit, self.costs.fixed_share(rows)
-        return seconds_K * waiting_factor(to_limit, share, load.spread, load.remaining, tokens_K, uneven_K)
+        unequal = self._endings.unequal(self.acceptance.coverage)
+        return seconds_K * waiting_factor(to_limit, share, load.spread, load.remaining, tokens_K, uneven_K, unequal)
 
     def record(self, outcome: RoundOutcome) -> None:
         """Update acceptance and costs."""
         asked, rows = outcome.num_asked, outcome.drafted_B.shape[0]
         if outcome.ended:
             self._endings.record(outcome.ended, outcome.ended_at_limit)
+            mean_K, variance_K = self.acceptance.accepted_moments()
+            for drafted_R, accepted_R in outcome.ended_rounds:
+                self._endings.record_row(drafted_R, accepted_R, mean_K, variance_K)
         rests = not asked and not self._current and self._probing.rounds_off % _MEASURE_EVERY_OFF > 1
         if rests and self.costs.knows_plain(rows):
             self.costs.skip()

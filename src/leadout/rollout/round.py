@@ -50,6 +50,7 @@ def run_round(
         backlog=backlog,
         ended=len(ended),
         ended_at_limit=sum(row.finish is row.limit_finish for row in ended),
+        ended_rounds=[table.rounds_of(row.slot) for row in ended],
     )
     return ended, outcome
 

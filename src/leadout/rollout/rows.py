@@ -191,6 +191,11 @@ class RowTable:
         """Rounds of a row so far."""
         return int(self._rounds_S[slot])
 
+    def rounds_of(self, slot: int) -> tuple[Ints, Ints]:
+        """i64[R] each: drafts verified and accepted in every round of a row."""
+        rounds = int(self._rounds_S[slot])
+        return self._drafted_ST[slot, :rounds].astype(np.int64), self._accepted_ST[slot, :rounds].astype(np.int64)
+
     def rollout(self, row: Row, version: int, dtype: type[np.floating]) -> Rollout:
         """The row as a record; its open span was made by `version`."""
         slot = row.slot

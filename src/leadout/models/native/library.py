@@ -192,13 +192,16 @@ class NativeLibrary:
         assert weights_XV.shape == (num_rows * (num_drafts + 1), blocks * LAW_BLOCK) and weights_XV.stride(1) == 1
         assert weights_XV.dtype is sums_XC.dtype is q_BKD.dtype is torch.float32 and total_X.dtype is torch.float64
         assert q_BKD.shape[:2] == columns_BK.shape == tokens_BK.shape and num_q <= weights_XV.shape[1]
-        assert counts_B.shape == (num_rows,) and counts_B.dtype == np.int64
-        assert tokens_BK.dtype is columns_BK.dtype is torch.int64
+        assert counts_B.shape == (num_rows,) and tokens_BK.dtype is columns_BK.dtype is torch.int64
         assert ids_D is None or (ids_D.shape == (num_q,) and ids_D.dtype is torch.int64 and ids_D.is_contiguous())
         assert all(u.shape[0] == num_rows and u.strides == uniforms_3BW[0].strides for u in uniforms_3BW)
         assert all(u.dtype == np.float64 and u.shape[1] > num_drafts and u.strides[1] == 8 for u in uniforms_3BW)
         tokens_BK, columns_BK, q_BKD = tokens_BK.contiguous(), columns_BK.contiguous(), q_BKD.contiguous()
-        sums_XC, total_X, counts_B = sums_XC.contiguous(), total_X.contiguous(), np.ascontiguousarray(counts_B)
+        sums_XC, total_X, counts_B = (
+            sums_XC.contiguous(),
+            total_X.contiguous(),
+            np.ascontiguousarray(counts_B, np.int64),
+        )
         accepted_B, next_B = np.empty(num_rows, np.int64), torch.empty(num_rows, dtype=torch.int64)
         accept, correct, draw = (u.ctypes.data for u in uniforms_3BW)
         judgement = JudgementFields(
