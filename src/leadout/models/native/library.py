@@ -23,6 +23,12 @@ LAW_BLOCK = 512
 """Width of the blocks whose sums `law` leaves."""
 
 
+def _are_uniforms(u_BW: npt.NDArray[np.float64], rows: int, positions: int, other_BW: npt.NDArray[np.float64]) -> bool:
+    """Whether C++ can read them: numbers side by side, and rows as far apart as those of the others."""
+    right_shape = u_BW.shape[0] == rows and u_BW.shape[1] >= positions
+    return right_shape and u_BW.dtype == np.float64 and u_BW.strides == (other_BW.strides[0], 8)
+
+
 class NativeLibrary:
     """The loaded library; sizes and types are checked here, since C++ trusts its caller."""
 
@@ -194,16 +200,11 @@ class NativeLibrary:
         assert q_BKD.shape[:2] == columns_BK.shape == tokens_BK.shape and num_q <= weights_XV.shape[1]
         assert counts_B.shape == (num_rows,) and tokens_BK.dtype is columns_BK.dtype is torch.int64
         assert ids_D is None or (ids_D.shape == (num_q,) and ids_D.dtype is torch.int64 and ids_D.is_contiguous())
-        assert all(u.shape[0] == num_rows and u.strides == uniforms_3BW[0].strides for u in uniforms_3BW)
-        assert all(u.dtype == np.float64 and u.shape[1] > num_drafts and u.strides[1] == 8 for u in uniforms_3BW)
+        assert all(_are_uniforms(u, num_rows, num_drafts + 1, uniforms_3BW[0]) for u in uniforms_3BW)
         tokens_BK, columns_BK, q_BKD = tokens_BK.contiguous(), columns_BK.contiguous(), q_BKD.contiguous()
-        sums_XC, total_X, counts_B = (
-            sums_XC.contiguous(),
-            total_X.contiguous(),
-            np.ascontiguousarray(counts_B, np.int64),
-        )
+        sums_XC, total_X = sums_XC.contiguous(), total_X.contiguous()
+        counts_B = np.ascontiguousarray(counts_B, np.int64)
         accepted_B, next_B = np.empty(num_rows, np.int64), torch.empty(num_rows, dtype=torch.int64)
-        accept, correct, draw = (u.ctypes.data for u in uniforms_3BW)
         judgement = JudgementFields(
             weights=weights_XV.data_ptr(),
             sums=sums_XC.data_ptr(),
@@ -213,9 +214,7 @@ class NativeLibrary:
             q=q_BKD.data_ptr(),
             columns=columns_BK.data_ptr(),
             ids=None if ids_D is None else ids_D.data_ptr(),
-            accept=accept,
-            correct=correct,
-            draw=draw,
+            **dict(zip(("accept", "correct", "draw"), (u.ctypes.data for u in uniforms_3BW), strict=True)),
             accepted=accepted_B.ctypes.data,
             next=next_B.data_ptr(),
             least=least,
