@@ -71,7 +71,7 @@ def test_native_rounds_emit_what_the_torch_operators_do(
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 def test_a_vocabulary_smaller_than_a_block_may_be_filtered(filters: dict[str, float]) -> None:
-    small = policy("small_vocabulary")
+    small = policy("llama", vocab_size=300)
     generator = engine(decoder(small, native=None), num_slots=SLOTS)
     made = generate(generator, ragged_requests(4, 1, vocab_size=300, **filters))
     assert all(rollout.length == 24 and np.isfinite(rollout.policy_logprobs).all() for rollout in made.values())

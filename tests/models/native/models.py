@@ -30,17 +30,18 @@ CONFIGS: dict[str, Any] = {
     "llama_biases_tied": lambda: LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "llama_one_kv_head_each": lambda: LlamaConfig(**{**_SIZES, "num_key_value_heads": 6, "head_dim": 48}),
     "llama_group_of_six": lambda: LlamaConfig(**{**_SIZES, "num_key_value_heads": 1, "head_dim": 64}),
-    "small_vocabulary": lambda: LlamaConfig(**{**_SIZES, "head_dim": 32, "vocab_size": 300}),
     "mistral": lambda: MistralConfig(**{**_SIZES, "head_dim": 128}, sliding_window=None),
     "qwen2": lambda: Qwen2Config(**{**_SIZES, "hidden_size": 96}),
     "qwen3": lambda: Qwen3Config(**{**_SIZES, "head_dim": 80}),
 }
 
 
-def policy(name: str, seed: int = 0) -> Any:
+def policy(name: str, seed: int = 0, **changes: Any) -> Any:
     """A float32 transformers model whose parameters are random and representable in bfloat16."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="sdpa").float().eval()
+    config = CONFIGS[name]()
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -145,4 +145,5 @@ class PeerProcess:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            pipe.close()
+            with suppress(BrokenPipeError):  # What was asked of a process that is gone still waits to be written.
+                pipe.close()
