@@ -104,10 +104,8 @@ class AcceptanceStats:
 
     def committed_variance(self) -> npt.NDArray[np.float64]:
         """f64[K+1]: variance of the tokens that a row commits in a round, whether or not it drafts."""
-        reached_K = np.cumprod(self.rates())
-        square_K = np.cumsum((2.0 * np.arange(1, reached_K.size + 1) - 1.0) * reached_K)
-        mean_K = self.coverage * np.cumsum(reached_K)
-        return np.concatenate([[0.0], self.coverage * square_K - mean_K**2])
+        mean_K, variance_K = self.accepted_moments()
+        return self.coverage * variance_K + self.coverage * (1.0 - self.coverage) * mean_K**2
 
     def state_dict(self) -> dict[str, object]:
         """JSON-serialisable counts."""

@@ -26,6 +26,7 @@ counts as. 1.5 to 1.9 for n-gram look-up and a trained head at k = 1 and 3, 1.0 
 _UNEQUAL_MEMORY = 64.0
 """Rows that drafted after which one of them has lost 63 % of its weight."""
 _COVERED = 0.9
+"""Share of rows asked that must find drafts for what is measured to be all of it."""
 _LEAST_ROUNDS = 4
 """Rounds with drafts of a row that says something of it."""
 _MEMORY = 256.0
