@@ -32,6 +32,13 @@ def test_the_interval_covers_the_true_ratio_about_as_often_as_it_says():
     assert 85 <= covered <= 100
 
 
+def test_of_a_machine_at_two_speeds_the_ratios_within_pairs_see_only_the_contenders():
+    # Three slow turns of six and a sample that a change of speed divides: equal contenders, apart by medians.
+    base, again = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0], [1.0, 1.0, 1.8, 2.0, 2.0, 2.0]
+    ratio = ratio_of_medians(again, base)
+    assert (ratio.value, ratio.of_pairs) == (pytest.approx(1.9 / 1.5), 1.0)
+
+
 def test_one_pair_has_no_interval():
     ratio = ratio_of_medians([3.0], [2.0])
     assert (ratio.value, ratio.low, ratio.high, ratio.lower_end) == (1.5, None, None, 1.5)

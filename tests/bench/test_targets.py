@@ -35,7 +35,7 @@ TINY = TargetPlan(
 
 
 def ratio(value: float, low: float, high: float) -> Ratio:
-    return Ratio(value=value, low=low, high=high, pairs=15)
+    return Ratio(value=value, low=low, high=high, pairs=15, of_pairs=value)
 
 
 def test_limits_hold_for_the_ratio_itself():
@@ -87,10 +87,13 @@ def test_the_whole_plan_runs_and_peers_that_are_missing_are_stated(tmp_path, mon
         "batch 6: speedup at length 2.8",
         "good, batch 2: auto / plain",
         *[name for name in names if name.startswith("good, batch 2: auto / best fixed")],
+        "good, batch 2: plain again / plain",
         "bad, batch 1: auto / plain",
         *[name for name in names if name.startswith("bad, batch 1: auto / best fixed")],
+        "bad, batch 1: plain again / plain",
         "ngram, batch 1: auto / plain",
         *[name for name in names if name.startswith("ngram, batch 1: auto / best fixed")],
+        "ngram, batch 1: plain again / plain",
         "long tail, 64 rows: auto / plain",
         "batch 2: step at context 64 / 8",
     ]

@@ -25,6 +25,20 @@ def test_a_machine_that_slows_down_changes_the_pace_and_not_the_costs():
     assert seconds(levels, "forward", 4) == pytest.approx(0.1, rel=0.1)
 
 
+def test_rounds_that_go_by_unasked_count_when_the_next_one_is_measured():
+    asked, unasked = Levels(), Levels()
+    for number in range(200):
+        for levels in (asked, unasked):
+            levels.next_round()
+            if number < 20 or number > 190:
+                levels.record("forward", 4, 0.1 if number < 20 else 0.15)
+        asked.seconds("forward", [4])
+    assert unasked.pace == pytest.approx(asked.pace, rel=1e-12)
+    weights = (levels.seconds("forward", [4])[1][0] for levels in (asked, unasked))
+    assert next(weights) == pytest.approx(next(weights), rel=1e-9)
+    assert unasked.pace > 1.3
+
+
 def test_sizes_measured_at_different_paces_keep_their_ratio():
     levels = Levels()
     for slower in [1.0] * 30 + [2.0] * 30:

@@ -70,10 +70,12 @@ def render_checks(checks: Sequence[Check]) -> Table:
     table = Table(title="targets", title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     table.add_column("measured (95 %)", justify="right")
+    table.add_column("median of pairs", justify="right")
     table.add_column("target")
     table.add_column("")
     for check in checks:
         interval = "" if check.low is None or check.high is None else f" ({check.low:.2f}-{check.high:.2f})"
         verdict = Text("") if check.met is None else Text("met", "green") if check.met else Text("missed", "bold red")
-        table.add_row(check.name, f"{check.measured:.2f}{interval}", check.target, verdict)
+        of_pairs = "" if check.of_pairs is None else f"{check.of_pairs:.3f}"
+        table.add_row(check.name, f"{check.measured:.3f}{interval}", of_pairs, check.target, verdict)
     return table

@@ -15,6 +15,8 @@ from leadout.pipeline.rollout_metrics import acceptance_by_position
 
 PLAIN = "plain"
 """Name of the contender that the others are compared with."""
+AGAIN = "plain again"
+"""The same once more in every turn: how far two equal contenders come out apart."""
 AUTO: Literal["auto"] = "auto"
 
 

@@ -17,7 +17,7 @@ import torch
 from leadout.bench.contender import Contender, Tell, interleave
 from leadout.bench.native import NativeContender
 from leadout.bench.peers.contender import PeerContender, PeerPlan, check_peers, start_peer
-from leadout.bench.results import AUTO, PLAIN, Cell, summarise
+from leadout.bench.results import AGAIN, AUTO, PLAIN, Cell, summarise
 from leadout.bench.set_acceptance import SetAcceptance
 from leadout.bench.workload import LONG_TAIL_ROWS, LONG_TAIL_SIBLINGS, Workload, long_tail, long_tail_lengths
 from leadout.build.bench_machine import BenchMachine, DrafterChoice, check_draft
@@ -180,9 +180,17 @@ def workloads(options: BenchOptions, machine: BenchMachine) -> Iterator[Workload
 
 
 def own_contenders(
-    machine: BenchMachine, choice: DrafterChoice, workload: Workload, lengths: Sequence[Length]
+    machine: BenchMachine,
+    choice: DrafterChoice,
+    workload: Workload,
+    lengths: Sequence[Length],
+    *,
+    plain_again: bool = False,
 ) -> list[NativeContender]:
-    """Plain first, then the k asked for; all share one generator, so one cache and one copy of the weights."""
+    """Plain first, then the k asked for; all share one generator, so one cache and one copy of the weights.
+
+    `plain_again`: plain once more at the end.
+    """
     generator = machine.generator(choice, rows=workload.rows, max_len=workload.longest)
     plain = FixedLength(0)
     contenders = [NativeContender(PLAIN, generator, plain, drafts=False)]
@@ -196,6 +204,8 @@ def own_contenders(
         elif length:
             assert isinstance(length, int)
             contenders.append(NativeContender(f"k={length}", generator, FixedLength(length), drafts=True))
+    if plain_again:
+        contenders.append(NativeContender(AGAIN, generator, plain, drafts=False))
     return contenders
 
 
@@ -208,11 +218,12 @@ def measure(
     *,
     tell: Tell,
     peers: Sequence[Contender] = (),
+    plain_again: bool = False,
 ) -> Cell:
-    """One cell: our contenders and the peers, in turn."""
-    ours = own_contenders(machine, choice, workload, lengths)
+    """One cell: our contenders and the peers, in turn; `plain_again` tells the scatter of the cell's ratios."""
+    ours = own_contenders(machine, choice, workload, lengths, plain_again=plain_again)
     samples = interleave([*ours, *peers], workload, repeats, tell)
-    return summarise(workload, samples, fixed=[each.name for each in ours if each.name != AUTO])
+    return summarise(workload, samples, fixed=[each.name for each in ours if each.name not in (AUTO, AGAIN)])
 
 
 def describe(machine: BenchMachine) -> dict[str, object]:

@@ -15,7 +15,7 @@ from leadout.bench.bare import BareContender, BareParts, StreamContender, bytes_
 from leadout.bench.contender import Contender, Sample, Tell, interleave
 from leadout.bench.native import NativeContender
 from leadout.bench.peers.contender import PEERS, PeerContender, missing_vllm
-from leadout.bench.results import AUTO, PLAIN, Cell, speedup, summarise
+from leadout.bench.results import AGAIN, AUTO, PLAIN, Cell, speedup, summarise
 from leadout.bench.set_acceptance import SetAcceptance, rate_for
 from leadout.bench.statistics import Ratio, ratio_of_medians
 from leadout.bench.targets import (
@@ -222,12 +222,18 @@ def _auto(session: _Session) -> None:
             lengths,
             pairs,
             tell=session.tell,
+            plain_again=True,
         )
         against_plain, best = cell.line(AUTO).against_plain, cell.auto_against_best
         assert against_plain is not None
         checks = [tie_or_better(f"{kind}, batch {rows}: auto / plain", against_plain)]
         if best is not None:
             checks.append(at_least(f"{kind}, batch {rows}: auto / best fixed ({best.best})", best.ratio, OF_BEST_FIXED))
+        noise = cell.line(AGAIN).against_plain
+        assert noise is not None
+        checks.append(
+            only_measured(f"{kind}, batch {rows}: plain again / plain", noise, "equal: the scatter of this cell")
+        )
         session.keep(cell, checks)
 
 

@@ -53,14 +53,22 @@ class Levels:
         # Entry 0 is the pace.
         self._mean_N = np.zeros(1)
         self._covariance_NN = np.zeros((1, 1))
+        self._owed = 0
+        """Rounds whose growth of the variances is not in the matrix yet: most go by without being asked."""
         self.version = 0
         """Grows with every measurement."""
 
     def next_round(self) -> None:
         """Let the pace wander and the levels move a little; once a round."""
         self._round += 1
-        self._covariance_NN.ravel()[:: self._mean_N.size + 1] += _LEVEL_STEP**2
-        self._covariance_NN[0, 0] += _PACE_STEP**2
+        self._owed += 1
+
+    def _settle(self) -> None:
+        """Bring the variances up to this round."""
+        if self._owed:
+            self._covariance_NN.ravel()[:: self._mean_N.size + 1] += self._owed * _LEVEL_STEP**2
+            self._covariance_NN[0, 0] += self._owed * _PACE_STEP**2
+            self._owed = 0
 
     @property
     def pace(self) -> float:
@@ -71,6 +79,7 @@ class Levels:
         """Take one measurement, > 0 seconds; `noise`: standard deviation as a multiple of the usual one."""
         value, variance = math.log(seconds), (noise * _NOISE) ** 2
         self.version += 1
+        self._settle()
         place = self._index.get((kind, size))
         if place is None:
             self._add((kind, size), value, _EARLY_NOISE[0] ** 2 * variance)
@@ -114,6 +123,7 @@ class Levels:
 
         Each may lie so many standard deviations of its ratio to the `other` level below its estimate.
         """
+        self._settle()
         places, b = [self._index[key] for key in keys], self._index[other]
         covariance_NN = self._covariance_NN
         variance_N = covariance_NN[places, places] + covariance_NN[b, b] - 2.0 * covariance_NN[b, places]
@@ -128,6 +138,7 @@ class Levels:
         The variance is that of level and pace together, which is what measurements tell; what is the one's and what
         the other's stays open, and says nothing of how often a size was measured.
         """
+        self._settle()
         places = [self._index[kind, size] for size in sizes]
         variance_N = self._covariance_NN[places, places] + self._covariance_NN[0, 0]
         variance_N += 2.0 * self._covariance_NN[0, places]
