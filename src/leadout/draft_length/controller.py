@@ -137,6 +137,8 @@ class GoodputLength:
         self._since_look = 0
         """Rounds since a k was tried for the doubt about its cost."""
         self._endings = Endings()
+        self._known_rows = 0
+        """Rows whose plain step was found to be well known; it stays so."""
         self._decided: tuple[int, int] = (0, 0)
         """Rows of the latest decision and rounds since."""
 
@@ -226,14 +228,15 @@ class GoodputLength:
 
     def record(self, outcome: RoundOutcome) -> None:
         """Update acceptance and costs."""
-        asked, rows = outcome.num_asked, outcome.drafted_B.shape[0]
+        asked, rows = outcome.num_asked, len(outcome.drafted_B)
         if outcome.ended:
             self._endings.record(outcome.ended, outcome.ended_at_limit)
             mean_K, variance_K = self.acceptance.accepted_moments()
             for drafted_R, accepted_R in outcome.ended_rounds:
                 self._endings.record_row(drafted_R, accepted_R, mean_K, variance_K)
         rests = not asked and not self._current and self._probing.rounds_off % _MEASURE_EVERY_OFF > 1
-        if rests and self.costs.knows_plain(rows):
+        if rests and (rows == self._known_rows or self.costs.knows_plain(rows)):
+            self._known_rows = rows
             self.costs.skip()
             return
         self.costs.record(
