@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from leadout.draft_length.controller import GoodputLength
+from leadout.draft_length.controller import Choice, GoodputLength
+from leadout.draft_length.load import Load
 from tests.draft_length.machine import Machine
 
 
@@ -11,6 +14,27 @@ def test_probes_are_at_most_two_in_a_hundred_rounds_at_any_load():
     for rows in (1, 8):
         chosen = Machine(0.0, draft=5.0).run(GoodputLength(5), rows, 5000)
         assert 0 < np.count_nonzero(chosen[200:]) <= 0.02 * 4800
+
+
+class CountsProbes(GoodputLength):
+    """Of many rows a probe asks a few, anything else all of them."""
+
+    probes = 0
+
+    def choose(self, rows: int, load: Callable[[], Load] = Load) -> Choice:
+        choice = super().choose(rows, load)
+        self.probes += choice.num_rows < rows
+        return choice
+
+
+@pytest.mark.parametrize(("rows", "accept", "per_token"), [(16, 0.6, 0.6), (32, 0.77, 1.0), (64, 0.77, 0.9)])
+def test_a_good_drafter_whose_drafts_are_too_dear_is_probed_as_rarely_as_a_bad_one(rows, accept, per_token):
+    machine, length = Machine(accept, step=6.0, per_token=per_token, draft=1.0), CountsProbes(7)
+    machine.run(length, rows, 500)
+    length.probes, machine.clock, machine.tokens = 0, 0.0, 0
+    machine.run(length, rows, 5000)
+    assert 0 < length.probes <= 0.02 * 5000
+    assert machine.tokens / machine.clock > 0.99 * machine.goodput(rows, 0)
 
 
 @pytest.mark.parametrize("draft", [5.0, 20.0])

@@ -37,6 +37,10 @@ _FORECAST_EVERY = 32
 """Rounds after which a probe that was too dear is forecast again at the latest: fewer rows may be cheaper."""
 _HOPE, _MOST_HOPE = 2, 4
 """Probes that soon follow a good one if none of them is good, and at most so many however many were good before."""
+_SURPRISE = 1.0
+"""Standard deviations above what is known of the drafter from which the drafts accepted in a probe say that it has
+changed. One row in a probe often does better than drafting needs where the drafter is good and its drafts are too dear:
+that is luck, and no reason to ask again at once."""
 _OLD_ROUNDS = 24.0
 """Row-rounds that all seen before a probe counts for at most: it is long ago, and were it to count for thousands, as
 while drafting, the few rows of probes would not outweigh it for as many rounds."""
@@ -109,8 +113,9 @@ class Probing:
         """Take the drafts accepted in the rows of a probe, some of `rows`, before `acceptance` counts them."""
         if acceptance.num_asked < _KNOWN:
             return
+        changed = _surprises(accepted, num_drafts, acceptance)
         acceptance.limit(_OLD_ROUNDS)
-        if _might_pay(rows, accepted, num_drafts, costs):
+        if changed and _might_pay(rows, accepted, num_drafts, costs):
             self._hopes = min(max(self._hopes + 1, _HOPE), _MOST_HOPE)
             self._patience = 1
         elif self._hopes:
@@ -143,6 +148,13 @@ def _loss(costs: CostProfile, rows: int, num_drafts: int, asked: int, backlog: i
     catch_up = costs.catch_up_seconds(backlog * asked // rows)
     seconds = costs.round_seconds(asked, num_drafts, rows + num_drafts * asked) + catch_up
     return seconds / costs.forward.at(rows) - 1.0
+
+
+def _surprises(accepted: npt.NDArray[np.int64], num_drafts: int, acceptance: AcceptanceStats) -> bool:
+    """Whether the rows of a probe did better than the drafter as it is known."""
+    mean = acceptance.coverage * float(acceptance.accepted_moments()[0][num_drafts])
+    variance = float(acceptance.committed_variance()[num_drafts])
+    return float(accepted.mean()) > mean + _SURPRISE * math.sqrt(variance / accepted.size)
 
 
 def _might_pay(rows: int, accepted: npt.NDArray[np.int64], num_drafts: int, costs: CostProfile) -> bool:
