@@ -37,7 +37,7 @@ _FORECAST_EVERY = 32
 """Rounds after which a probe that was too dear is forecast again at the latest: fewer rows may be cheaper."""
 _HOPE, _MOST_HOPE = 2, 4
 """Probes that soon follow a good one if none of them is good, and at most so many however many were good before."""
-_SURPRISE = 1.0
+_SURPRISE = 0.75
 """Standard deviations above what is known of the drafter from which the drafts accepted in a probe say that it has
 changed. One row in a probe often does better than drafting needs where the drafter is good and its drafts are too dear:
 that is luck, and no reason to ask again at once."""
