@@ -13,6 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from leadout.build import draft_training
+from leadout.build.draft_folder import alone_in
 from leadout.build.draft_info import draft_info
 from leadout.build.draft_plan import DraftPlan, draft_settings
 from leadout.build.draft_training import LENGTH, train_draft
@@ -23,6 +24,9 @@ from leadout.models.cut_layers import write_cut_model
 from leadout.models.eagle3_io import read_eagle3
 from leadout.models.loading import load_policy
 from tests.build.tiny_runs import model_folder, write_questions
+
+IDS = 100_000
+"""More than any vocabulary here has."""
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +156,8 @@ def test_a_head_is_written_in_the_speculators_form(plan, tmp_path):
 def test_rollouts_are_the_policys_own_and_held_out_prompts_are_never_learnt_from(trained, plan):
     out, _, _ = trained
     files = sorted((out / "rollouts").glob("0*.npz"))
-    learnt = [group for file in files for group in read_rollouts(file)]
-    held_out = read_rollouts(out / "rollouts" / "held_out-sums.npz")
+    learnt = [group for file in files for group in read_rollouts(file, IDS)]
+    held_out = read_rollouts(out / "rollouts" / "held_out-sums.npz", IDS)
     assert (len(learnt), len(held_out)) == (40, 3)
     assert not {g.prompt.token_ids.tobytes() for g in learnt} & {g.prompt.token_ids.tobytes() for g in held_out}
     model = load_policy(Path(plan.model), torch.float32)
@@ -175,7 +179,10 @@ def test_a_question_that_comes_up_again_is_held_out_every_time(plan, tmp_path):
     data = {"again": Dataset(path=file, prompt_key="question", answer_key=None)}
     train(replace(plan, data=data, num_rollouts=104, batch=104, passes=1, held_out=9), tmp_path / "head")
     made, held_out = (
-        {group.prompt.token_ids.tobytes() for group in read_rollouts(tmp_path / "head" / "rollouts" / f"{name}.npz")}
+        {
+            group.prompt.token_ids.tobytes()
+            for group in read_rollouts(tmp_path / "head" / "rollouts" / f"{name}.npz", IDS)
+        }
         for name in ("00000", "held_out-again")
     )
     assert (len(made), len(held_out), len(made & held_out)) == (18, 2, 0)
@@ -184,7 +191,7 @@ def test_a_question_that_comes_up_again_is_held_out_every_time(plan, tmp_path):
 def test_rollouts_of_one_prompt_are_kept_as_siblings(plan, tmp_path):
     plan = replace(plan, num_generations=4, num_rollouts=16, batch=16, passes=2)
     train(plan, tmp_path / "head")
-    groups = read_rollouts(tmp_path / "head" / "rollouts" / "00000.npz")
+    groups = read_rollouts(tmp_path / "head" / "rollouts" / "00000.npz", IDS)
     assert [len(group.rollouts) for group in groups] == [4, 4, 4, 4]
     assert len({rollout.token_ids.tobytes() for rollout in groups[0].rollouts}) > 1
 
@@ -239,6 +246,7 @@ def test_a_training_killed_while_it_saves_goes_on_from_the_state_before(plan, tr
         ("plan.json", "{", "expected JSON"),
         ("plan.json", "[]", "settings of a training"),
         ("state.pt", "", "whole file"),
+        ("state.pt", "text in the place of a state", "whole file"),
     ],
 )
 def test_a_damaged_file_of_a_training_is_named(plan, trained, tmp_path, file, text, words):
@@ -279,4 +287,104 @@ def test_damaged_rollouts_are_named(tmp_path):
     file = tmp_path / "00000.npz"
     file.write_bytes(b"PK not a zip")
     with pytest.raises(CheckpointError, match=r"00000\.npz"):
-        read_rollouts(file)
+        read_rollouts(file, IDS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens_X": [5, 99999]}, r"tokens 5\.\.99999 of a vocabulary of"),
+        ({"prompts_X": [-5, 3]}, r"tokens -5\.\.3 of a vocabulary of"),
+        ({"tokens_X": [5.0, 6.0]}, "an array of float64"),
+        ({"lengths_N": [3]}, "2 tokens for 1 rollouts"),
+        ({"lengths_N": [0]}, "2 tokens for 1 rollouts"),
+        ({"lengths_N": np.zeros(0, int), "tokens_X": np.zeros(0, int)}, "0 tokens for 0 rollouts"),
+    ],
+)
+def test_rollouts_of_anything_but_token_ids_are_refused(tmp_path, changes, words):
+    arrays = {"prompt_lengths_N": [2], "lengths_N": [2], "prompts_X": [1, 2], "tokens_X": [3, 4]} | changes
+    np.savez(tmp_path / "kept.npz", **{name: np.array(array) for name, array in arrays.items()})
+    with pytest.raises(CheckpointError, match=words):
+        read_rollouts(tmp_path / "kept.npz", 257)
+
+
+def test_rollouts_of_the_last_batch_are_counted_as_many_as_there_are(plan, tmp_path):
+    train(replace(plan, num_rollouts=12, passes=2, measure_every=1), tmp_path / "head")
+    assert [row["rollouts"] for row in rows_of(tmp_path / "head")] == [0.0, 8.0, 12.0, 20.0, 24.0]
+
+
+def stopped_after_its_first_pass(plan, out, monkeypatch):
+    """A training of two passes that was killed in the second one; measured after every batch."""
+    learn, calls = draft_training._Session._learn, []
+
+    def killed(self, made):
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        learn(self, made)
+
+    monkeypatch.setattr(draft_training._Session, "_learn", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(plan, out)
+    monkeypatch.undo()
+
+
+def test_kept_rollouts_that_were_deleted_are_made_again(plan, tmp_path, monkeypatch):
+    plan = replace(plan, passes=2, measure_every=1)
+    for name in ("whole", "holed"):
+        stopped_after_its_first_pass(plan, tmp_path / name, monkeypatch)
+    for file in (tmp_path / "holed" / "rollouts").glob("0*.npz"):
+        file.unlink()
+    heads = []
+    for name in ("whole", "holed"):
+        train(plan, tmp_path / name)
+        heads.append(read_eagle3(last(tmp_path / name)).state_dict())
+    assert all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
+
+
+def test_a_finished_training_whose_result_is_gone_says_so(plan, trained, tmp_path):
+    out = tmp_path / "head"
+    shutil.copytree(trained[0], out)
+    (out / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"expected the best drafter so far, its model\.safetensors is gone"):
+        train(plan, out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"trainer": {}}, "expected the state of this training, got KeyError"),
+        ({"trainer": None}, "something else for trainer"),
+        ({"done": "x"}, "something else for done"),
+        ({"done": 99}, "expected at most 15 batches done, got 99"),
+        ({"best": None}, "something else for best"),
+        ({"rows": 50}, r"metrics\.jsonl: expected 50 lines, got"),
+    ],
+)
+def test_an_odd_state_of_a_training_is_named(plan, trained, tmp_path, changes, words):
+    out = tmp_path / "head"
+    shutil.copytree(trained[0], out)
+    torch.save(torch.load(out / "state.pt", weights_only=True) | changes, out / "state.pt")
+    with pytest.raises(CheckpointError, match=words):
+        train(plan, out)
+
+
+def test_measurements_of_a_training_killed_before_its_first_state_are_made_again(plan, trained, tmp_path):
+    out = tmp_path / "head"
+    shutil.copytree(trained[0], out)
+    (out / "state.pt").unlink()
+    train(plan, out)
+    assert len(rows_of(out)) == len(rows_of(trained[0]))
+
+
+def test_a_folder_in_which_nothing_was_learnt_takes_other_settings(plan, tmp_path):
+    out = tmp_path / "head"
+    with pytest.raises(ConfigError, match="at most the policy's 257, got 99999"):
+        train(replace(plan, draft=Draft(vocab_size=99999)), out)
+    train(replace(plan, num_rollouts=8, passes=1), out)
+    assert rows_of(out)[-1]["rollouts"] == 8.0
+
+
+def test_two_trainings_in_one_folder_are_refused(plan, tmp_path):
+    with alone_in(tmp_path / "head"), pytest.raises(ConfigError, match="another training is at work there"):
+        train(plan, tmp_path / "head")

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from leadout.cli.draft import _dataset
+from leadout.cli.draft import _dataset, _datasets
+from leadout.errors import ConfigError
 from leadout.models.loading import read_config
 from tests.build.tiny_runs import model_folder, write_questions
 
@@ -70,6 +71,18 @@ def test_data_sets_are_named_by_file_task_or_hub_id(tmp_path, monkeypatch):
     assert _dataset("rows/plain.jsonl")[1].path == Path("rows/plain.jsonl")
 
 
+def test_files_of_one_name_in_different_folders_have_names_of_their_own(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text("{}")
+    found = _datasets([f"{tmp_path}/a/train.jsonl", f"{tmp_path}/b/train.jsonl", "arithmetic", "arithmetic@7000"])
+    assert list(found) == ["train", "train-2", "arithmetic", "arithmetic-2"]
+    assert found["train-2"].path == tmp_path / "b" / "train.jsonl"
+    assert (found["arithmetic"].num_rows, found["arithmetic-2"].num_rows) == (None, 7000)
+    with pytest.raises(ConfigError, match="--data arithmetic: expected every data set once, got this one twice"):
+        _datasets(["arithmetic", "arithmetic"])
+
+
 def test_a_missing_data_file_names_the_option(leadout_run, policy, tmp_path):
     code, _, err = leadout_run(
         "draft", "train", "--model", policy, "--data", "gone.jsonl", "--out", str(tmp_path / "x")
@@ -82,6 +95,7 @@ def test_a_missing_data_file_names_the_option(leadout_run, policy, tmp_path):
     ("options", "words"),
     [
         (("--method", "small_model"), "--method small_model needs --start"),
+        (("--layer-ids", "2,15"), "--layer-ids: expected three layers, such as 2,15,27, got '2,15'"),
         (("--method", "mtp", "--format", "speculators"), "--format speculators is for --method eagle3 and parallel"),
         (("--method", "mtp", "--vocab-size", "64"), "--method mtp drafts from its whole vocabulary"),
     ],

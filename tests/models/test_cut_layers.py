@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,28 @@ def test_a_cut_model_computes_the_named_layers_of_the_policy(name, tmp_path):
         torch.testing.assert_close(cut(tokens).logits, model(tokens, use_cache=False).logits)
     assert spec.num_layers == 2
     assert (tmp_path / "draft" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_cut_model_leaves_other_folders_alone_and_is_readable_by_all(tmp_path):
+    policy("llama", torch.float32).save_pretrained(tmp_path / "policy")
+    (tmp_path / "policy" / "leadout.json").write_text("{}")
+    (tmp_path / ".keep.tmp").mkdir()
+    (tmp_path / ".keep.tmp" / "x").write_text("precious")
+    write_cut_model(tmp_path / "policy", [0], tmp_path / "keep")
+    assert (tmp_path / ".keep.tmp" / "x").read_text() == "precious"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".keep.tmp", "keep", "policy"]
+    assert not (tmp_path / "keep" / "leadout.json").exists()
+    assert all(file.stat().st_mode & 0o444 == 0o444 for file in (tmp_path / "keep").iterdir())
+
+
+@pytest.mark.parametrize("form", ["here", "link"])
+def test_an_empty_folder_that_is_there_is_filled(tmp_path, monkeypatch, form):
+    policy("llama", torch.float32).save_pretrained(tmp_path / "policy")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    monkeypatch.chdir(tmp_path / "empty")
+    write_cut_model(tmp_path / "policy", [0, 1], Path() if form == "here" else tmp_path / "link")
+    assert load_policy(tmp_path / "empty", torch.float32).config.num_hidden_layers == 2
 
 
 def test_layer_types_follow_their_layers():

@@ -13,7 +13,7 @@ from leadout.models.eagle3 import Eagle3Head
 from leadout.models.head_io import is_head, read_head
 from leadout.models.loading import iter_weights, read_spec, resolve
 from leadout.models.rope import RopeSpec
-from leadout.models.weights import check_tensors
+from leadout.models.weights import check_tensors, is_finite
 from leadout.text import TextCodec
 
 _KINDS = {"eagle3": "EAGLE-3 head", "parallel": "parallel EAGLE-3 head", "mtp": "multi-token head"}
@@ -27,6 +27,8 @@ def draft_info(folder: str, model: str | None = None) -> dict[str, str]:
 
     """
     path = Path(folder)
+    if path.is_file():
+        raise ModelError(f"expected the folder of a drafter, got the file {folder}; name the folder that it lies in")
     if not path.is_dir():
         raise ModelError(f"expected the folder of a drafter, got {folder}, which is not there")
     policy = None if model is None else resolve(model)
@@ -35,7 +37,9 @@ def draft_info(folder: str, model: str | None = None) -> dict[str, str]:
 
 def _head_info(path: Path, policy: Path | None) -> dict[str, str]:
     weights = None if policy is None else dict(iter_weights(policy))
-    head = read_head(path, policy=weights, num_layers=None if weights is None else count_layers(weights))
+    with about(policy):
+        num_layers = None if weights is None else count_layers(weights)
+    head = read_head(path, policy=weights, num_layers=num_layers)
     spec = head.spec
     if policy is not None:
         _check_rope(path, spec.rope, read_spec(policy).rope)
@@ -48,7 +52,7 @@ def _head_info(path: Path, policy: Path | None) -> dict[str, str]:
         "embeddings": "its own" if head.has_embeddings else "the policy's",
         "rope": spec.rope.text,
         **_details(head),
-        **_sizes(dict(head.named_parameters())),
+        **_sizes(path, dict(head.named_parameters())),
         "policy": "not compared (--model)" if policy is None else f"fits {policy}",
     }
 
@@ -96,16 +100,16 @@ def _model_info(path: Path, policy: Path | None) -> dict[str, str]:
         "vocabulary": f"{spec.vocab_size} tokens",
         "context": f"{spec.max_position_embeddings} tokens",
         "rope": spec.rope.text,
-        **_sizes(tensors),
+        **_sizes(path, tensors),
         "policy": fits,
     }
 
 
-def _sizes(tensors: dict[str, torch.nn.Parameter] | dict[str, torch.Tensor]) -> dict[str, str]:
+def _sizes(path: Path, tensors: dict[str, torch.nn.Parameter] | dict[str, torch.Tensor]) -> dict[str, str]:
     """Number of parameters, and a refusal of tensors that are not numbers."""
     for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"expected finite numbers in {name}, got NaN or infinity; export it again")
+        if not is_finite(tensor):
+            raise ModelError(f"{path}: expected finite numbers in {name}, got NaN or infinity; export it again")
     count = sum(tensor.numel() for tensor in tensors.values())
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
     return {"parameters": f"{count / 1e6:.2f} million, {', '.join(dtypes)}"}

@@ -14,7 +14,6 @@ with the best expected acceptance length (not the lowest loss) is the result. Th
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from leadout.build.data import EVALUATION_SEED
 from leadout.build.draft_card import policy_hash, write_card
+from leadout.build.draft_folder import UNREADABLE, alone_in, check_new, open_folder, read_metrics
 from leadout.build.draft_parts import TrainingParts, build_parts
 from leadout.build.draft_plan import DraftPlan, draft_settings
 from leadout.build.kept_rollouts import read_rollouts, unscored_group, write_rollouts
@@ -39,7 +39,7 @@ from leadout.models.cut_layers import copy_tokenizer
 from leadout.models.eagle3 import Eagle3Head
 from leadout.models.eagle3_io import write_speculators
 from leadout.models.loading import resolve
-from leadout.pipeline.folder import write_json, write_text
+from leadout.pipeline.folder import write_text
 from leadout.pipeline.generate import generate
 from leadout.pipeline.requests import make_requests
 from leadout.records import Group, Prompt, Request
@@ -58,9 +58,17 @@ def train_draft(plan: DraftPlan, out: Path, console: Console) -> dict[str, float
 
     """
     prepare_process(0)
+    check_new(out)
     path = resolve(plan.model, progress=console.print)
     fingerprint = plan.fingerprint(policy_hash(path))
-    state = _open(out, fingerprint)
+    with alone_in(out):
+        return _train(plan, path, out, console, fingerprint)
+
+
+def _train(
+    plan: DraftPlan, path: Path, out: Path, console: Console, fingerprint: Mapping[str, Any]
+) -> dict[str, float]:
+    state = open_folder(out, fingerprint)
     parts = build_parts(plan, path, None if state is None else out / str(state["last"]))
     trainer = DraftTrainer(parts.student, draft_settings(plan), temperature=plan.temperature, seed=plan.seed)
     session = _Session(plan, parts, trainer, out, console, fingerprint)
@@ -69,50 +77,6 @@ def train_draft(plan: DraftPlan, out: Path, console: Console) -> dict[str, float
     for cost in parts.costs:
         console.print(f"batch {cost.rows}: a round of {plan.num_drafts} drafts costs {cost.round_cost:.2f} plain steps")
     return session.run()
-
-
-def _open(out: Path, fingerprint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Where this very training stands, if the folder holds its beginning; a new folder is made ready."""
-    file = out / "plan.json"
-    if file.is_file():
-        held = _read_plan(file)
-        wrong = sorted(name for name in held.keys() | fingerprint.keys() if held.get(name) != fingerprint.get(name))
-        if wrong:
-            raise ConfigError(
-                f"{out} holds a training with other settings ({', '.join(wrong)}); repeat them or name another folder"
-            )
-        return _read_state(out / "state.pt") if (out / "state.pt").is_file() else None
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"expected a new or empty folder for the draft head, got {out}; name another one")
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(file, dict(fingerprint))
-    return None
-
-
-def _read_plan(file: Path) -> dict[str, Any]:
-    try:
-        held = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file}: expected JSON, got {error}; start anew in another folder") from error
-    if not isinstance(held, dict):
-        raise CheckpointError(f"{file}: expected the settings of a training; start anew in another folder")
-    return held
-
-
-def _read_state(file: Path) -> dict[str, Any]:
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{file}: expected a whole file, got {error}; start anew in another folder") from error
-    missing = sorted(_STATE - set(state)) if isinstance(state, dict) else sorted(_STATE)
-    if missing:
-        raise CheckpointError(f"{file}: expected {', '.join(missing)}, found none; start anew in another folder")
-    found: dict[str, Any] = state
-    return found
-
-
-_STATE = {"trainer", "done", "best", "seconds", "rows", "last"}
-"""What a state file holds."""
 
 
 class _Batch(NamedTuple):
@@ -143,11 +107,28 @@ class _Session:
         self._best: dict[str, float] = {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from the last measurement; measurements after it are cut off."""
-        self._trainer.load_state_dict(state["trainer"])
-        self._done, self._best, self._seconds = state["done"], state["best"], state["seconds"]
-        rows = (self._out / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-        write_text(self._out / "metrics.jsonl", "".join(rows[: state["rows"]]))
+        """Go on from the last measurement; measurements after it are cut off.
+
+        Raises CheckpointError where what it says is not of this training, or its best drafter is gone.
+        """
+        file, total = self._out / "state.pt", self._plan.num_batches * self._plan.passes
+        try:
+            self._trainer.load_state_dict(state["trainer"])
+            self._done, self._best = state["done"], {str(name): float(value) for name, value in state["best"].items()}
+            self._seconds = {stage: float(state["seconds"][stage]) for stage in self._seconds}
+        except UNREADABLE as error:
+            raise CheckpointError(
+                f"{file}: expected the state of this training, got {error!r}; start anew in another folder"
+            ) from error
+        if not 0 <= self._done <= total:
+            raise CheckpointError(f"{file}: expected at most {total} batches done, got {self._done}; start anew")
+        gone = [name for name in ("config.json", "model.safetensors") if not (self._out / name).is_file()]
+        if self._best and gone:
+            raise CheckpointError(
+                f"{self._out}: expected the best drafter so far, its {' and '.join(gone)} is gone; "
+                f"start anew in another folder, or take the latest one from {self._out / state['last']}"
+            )
+        write_text(self._out / "metrics.jsonl", read_metrics(self._out, state["rows"]))
 
     def run(self) -> dict[str, float]:
         """All batches that are left."""
@@ -171,8 +152,15 @@ class _Session:
         epoch, index = divmod(number, plan.num_batches)
         if epoch:
             index = int(np.random.default_rng((plan.seed, epoch)).permutation(plan.num_batches)[index])
-            return _Batch(read_rollouts(self._file(f"{index:05d}")), None)
-        prompts = self._parts.prompts
+            file = self._file(f"{index:05d}")
+            if not file.is_file():
+                self._make(index)
+            return _Batch(read_rollouts(file, self._vocab_size), None)
+        return self._make(index)
+
+    def _make(self, index: int) -> _Batch:
+        """Generate a batch of the first pass and keep it."""
+        plan, prompts = self._plan, self._parts.prompts
         first = index * plan.batch
         count = min(plan.batch, plan.num_rollouts - first)
         draws = range(first // plan.num_generations, -(-(first + count) // plan.num_generations))
@@ -186,7 +174,11 @@ class _Session:
         if not file.is_file():
             params = replace(self._parts.params, seed=self._plan.seed + EVALUATION_SEED)
             self._generate(file, make_requests(prompts, params, 1))
-        return read_rollouts(file)
+        return read_rollouts(file, self._vocab_size)
+
+    @property
+    def _vocab_size(self) -> int:
+        return self._parts.forward.embedding_VH.shape[0]
 
     def _file(self, name: str) -> Path:
         return self._out / "rollouts" / f"{name}.npz"
@@ -218,7 +210,7 @@ class _Session:
     def _measure(self, held_out: Mapping[str, Sequence[Group]]) -> None:
         """Measure on held-out rollouts, keep the best drafter, and save where training stands."""
         row: dict[str, float] = {
-            "rollouts": float(min(self._done * self._plan.batch, self._plan.num_rollouts * self._plan.passes)),
+            "rollouts": float(self._num_learnt()),
             "seconds/rollout": self._seconds["rollout"],
             "seconds/train": self._seconds["train"],
         }
@@ -240,6 +232,12 @@ class _Session:
             self._write_best()
             write_card(self._out, self._fingerprint, row)
         self._save()
+
+    def _num_learnt(self) -> int:
+        """Rollouts so far, passes counted; the last batch of a pass may be a short one."""
+        plan = self._plan
+        passes, batches = divmod(self._done, plan.num_batches)
+        return passes * plan.num_rollouts + min(batches * plan.batch, plan.num_rollouts)
 
     def _report(self, row: Mapping[str, float]) -> None:
         rates = [f"{row[f'draft/expected_acceptance_rate_pos_{i + 1}']:.3f}" for i in range(self._plan.num_drafts)]

@@ -142,8 +142,11 @@ def _new_mtp_head(spec: DecoderSpec, policy: Mapping[str, torch.Tensor], seed: i
 
 
 def count_layers(policy: Mapping[str, torch.Tensor]) -> int:
-    """Decoder layers of a policy, from its tensors' names."""
-    return 1 + max(int(name.split(".")[2]) for name in policy if name.startswith("model.layers."))
+    """Decoder layers of a policy, from its tensors' names; raises ModelError where they are not those of a policy."""
+    layers = [int(name.split(".")[2]) for name in policy if name.startswith("model.layers.")]
+    if not layers:
+        raise ModelError("expected the weights of a policy, with model.layers.0 and so on, got none; name a model")
+    return 1 + max(layers)
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

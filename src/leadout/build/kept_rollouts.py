@@ -35,17 +35,17 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_rollouts(path: Path) -> list[Group]:
+def read_rollouts(path: Path, vocab_size: int) -> list[Group]:
     """Groups without rewards; neighbours with the same prompt are siblings.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: the file is damaged, or its tokens are not ids below `vocab_size`.
 
     """
     try:
         with np.load(path) as arrays:
-            prompts = _split(arrays["prompts_X"], arrays["prompt_lengths_N"])
-            tokens = _split(arrays["tokens_X"], arrays["lengths_N"])
+            prompts = _split(arrays["prompts_X"], arrays["prompt_lengths_N"], vocab_size)
+            tokens = _split(arrays["tokens_X"], arrays["lengths_N"], vocab_size)
             pairs = list(zip(prompts, tokens, strict=True))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path}: expected kept rollouts, got {error}; delete it to make them again") from error
@@ -63,7 +63,15 @@ def _joined(parts: Sequence[IntArray]) -> IntArray:
     return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
 
 
-def _split(tokens_X: IntArray, lengths_N: IntArray) -> list[IntArray]:
+def _split(tokens_X: IntArray, lengths_N: IntArray, vocab_size: int) -> list[IntArray]:
+    """Raises ValueError for anything but token ids, as many as the lengths say."""
+    for array in (tokens_X, lengths_N):
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"an array of {array.dtype} with {array.ndim} axes")
+    if not lengths_N.size or lengths_N.min() < 1 or lengths_N.sum() != tokens_X.size:
+        raise ValueError(f"{tokens_X.size} tokens for {lengths_N.size} rollouts")
+    if tokens_X.min() < 0 or tokens_X.max() >= vocab_size:
+        raise ValueError(f"tokens {tokens_X.min()}..{tokens_X.max()} of a vocabulary of {vocab_size}")
     return [np.asarray(part) for part in np.split(tokens_X, np.cumsum(lengths_N)[:-1])]
 
 

@@ -232,6 +232,12 @@ def _make_head(
                 speculation.model,
                 head.spec.draft_vocab_size,
             )
+        asked = config.draft.layer_ids
+        if asked is not None and asked != head.spec.layer_ids:
+            logger.warning(
+                "draft.layer_ids: %s is for a new head, the one in %s reads layers %s",
+                *(list(asked), speculation.model, list(head.spec.layer_ids)),
+            )
         return head
     if folder is not None and (folder.path / _DRAFT_START / "config.json").is_file():
         return load_head(folder.path / _DRAFT_START, weights, method)

@@ -147,7 +147,7 @@ def train(
 
     plan = DraftPlan(
         model=model,
-        data=dict(_dataset(text) for text in data),
+        data=_datasets(data),
         num_rollouts=rollouts,
         num_generations=num_generations,
         passes=passes,
@@ -159,7 +159,7 @@ def train(
         method=method,
         draft=_section(
             vocab_size=vocab_size,
-            layer_ids=None if layer_ids is None else _layers(layer_ids, "--layer-ids", "2,15,27"),
+            layer_ids=None if layer_ids is None else _three(layer_ids),
             loss_fn=loss_fn,
             ttt_steps=ttt_steps,
             ttt_decay=ttt_decay,
@@ -178,6 +178,13 @@ def _layers(text: str, option: str, example: str) -> tuple[int, ...]:
         return tuple(int(layer) for layer in text.split(","))
     except ValueError as error:
         raise ConfigError(f"{option}: expected numbers with commas, such as {example}, got {text!r}") from error
+
+
+def _three(text: str) -> tuple[int, ...]:
+    layers = _layers(text, "--layer-ids", "2,15,27")
+    if len(layers) != 3:
+        raise ConfigError(f"--layer-ids: expected three layers, such as 2,15,27, got {text!r}")
+    return layers
 
 
 def _section(**options: Any) -> Draft:
@@ -200,6 +207,20 @@ def _carry_out(plan: DraftPlan, out: Path) -> None:
         f"rollout.speculative_config.model={out}",
         err=True,
     )
+
+
+def _datasets(texts: list[str]) -> dict[str, Dataset]:
+    """Data sets by their names in reports, which files of one name in different folders do not share."""
+    found: dict[str, Dataset] = {}
+    for text in texts:
+        name, dataset = _dataset(text)
+        if dataset in found.values():
+            raise ConfigError(f"--data {text}: expected every data set once, got this one twice; leave one out")
+        unique, number = name, 2
+        while unique in found:
+            unique, number = f"{name}-{number}", number + 1
+        found[unique] = dataset
+    return found
 
 
 def _dataset(text: str) -> tuple[str, Dataset]:

@@ -30,7 +30,7 @@ _REFRESH_AFTER, _REFRESH_NARROW_AFTER, _NARROW = 64, 16, 1.15
 """Rounds of drafting after which a plain step keeps its time fresh; sooner where drafts gain less than the last."""
 _DECIDE_EVERY, _DECIDE_EVERY_OFF = 4, 32
 """Rounds between decisions while the rows stay the same; one costs a fraction of a millisecond."""
-_MEASURE_EVERY_OFF = 6
+_MEASURE_EVERY_OFF = 16
 """Plain steps are many while off: two in so many are enough, and the arithmetic is what a resting drafter costs."""
 
 
@@ -137,6 +137,7 @@ class GoodputLength:
         self._since_look = 0
         """Rounds since a k was tried for the doubt about its cost."""
         self._endings = Endings()
+        self._plain = Choice(0, 0)
         self._known_rows = 0
         """Rows whose plain step was found to be well known; it stays so."""
         self._decided: tuple[int, int] = (0, 0)
@@ -144,14 +145,22 @@ class GoodputLength:
 
     def choose(self, rows: int, load: Callable[[], Load] = Load) -> Choice:
         """Drafts for the next round."""
-        if not self.costs.is_frozen and not self.costs.forward.knows(rows):
+        if rows != self._known_rows and not self.costs.is_frozen and not self.costs.forward.knows(rows):
             return Choice(0, rows)
         if self._current:
             # One round to see what it costs is not speculation that has started.
             if self._before is None:
                 self._probing.rest()
-        elif self._probing.is_due(rows, self._max_length, self.acceptance.num_asked, self.costs, load):
-            return Choice(*self._probing.shape(rows, self._max_length))
+        elif self._probing.is_due(rows, self._max_length, self.acceptance, self.costs, load):
+            return Choice(*self._probing.shape(rows, self._max_length, self.acceptance))
+        elif rows == self._decided[0] and self._decided[1] < _DECIDE_EVERY_OFF and self._before is None:
+            # Most rounds of a resting drafter end here; with cold caches every line counts.
+            self._rounds_on = 0
+            self._decided = rows, self._decided[1] + 1
+            self._since_look += 1
+            if self._plain.num_rows != rows:
+                self._plain = Choice(0, rows)
+            return self._plain
         self._rounds_on = self._rounds_on + 1 if self._current else 0
         refresh = _REFRESH_AFTER if self._gain > _NARROW else _REFRESH_NARROW_AFTER
         if self._rounds_on > refresh and not self.costs.is_frozen:

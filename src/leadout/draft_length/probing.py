@@ -30,14 +30,17 @@ rounds."""
 _KNOWN, _WELL_KNOWN = 8.0, 16.0
 """Row-rounds asked after which acceptance counts as known, and after which the wait may grow."""
 _PROBE_DRAFTS, _PROBE_SHARE = 3, 16
-"""Drafts of a probe, and one row in so many makes them."""
+"""Most drafts of a probe, and one row in so many makes them."""
+_REACHED = 0.05
+"""Probability of reaching a draft, as the drafter is known, from which a probe makes it: of a drafter whose first draft
+is hardly ever accepted the first one says all there is to learn, at half the cost of three."""
 _PROBE_LOSS = 0.01
 """Share of the time since the last probe that one may lose: dear drafts are probed more rarely."""
 _FORECAST_EVERY = 32
 """Rounds after which a probe that was too dear is forecast again at the latest: fewer rows may be cheaper."""
 _HOPE, _MOST_HOPE = 2, 4
 """Probes that soon follow a good one if none of them is good, and at most so many however many were good before."""
-_SURPRISE = 0.75
+_SURPRISE = 1.0
 """Standard deviations above what is known of the drafter from which the drafts accepted in a probe say that it has
 changed. One row in a probe often does better than drafting needs where the drafter is good and its drafts are too dear:
 that is luck, and no reason to ask again at once."""
@@ -62,35 +65,38 @@ class Probing:
         """Plain steps that accepted drafts of the latest good probes saved; those that follow may lose them."""
 
     @staticmethod
-    def shape(rows: int, max_length: int) -> tuple[int, int]:
+    def shape(rows: int, max_length: int, acceptance: AcceptanceStats) -> tuple[int, int]:
         """Drafts of a probe and the rows that make them."""
-        return min(_PROBE_DRAFTS, max_length), -(-rows // _PROBE_SHARE)
+        most = min(_PROBE_DRAFTS, max_length)
+        reached_K = np.cumprod(acceptance.rates()[: most - 1])
+        return 1 + int(np.count_nonzero(reached_K >= _REACHED)), -(-rows // _PROBE_SHARE)
 
     def rest(self) -> None:
         """Drafting has started: the next wait is a short one."""
         self._patience, self._hopes, self._saved = 1, 0, 0.0
 
     def is_due(
-        self, rows: int, max_length: int, num_asked: float, costs: CostProfile, load: Callable[[], Load]
+        self, rows: int, max_length: int, acceptance: AcceptanceStats, costs: CostProfile, load: Callable[[], Load]
     ) -> bool:
         """Whether the next round is a probe; asked once for every round without drafts.
 
         Args:
             rows: Live rows.
             max_length: Most drafts of a row.
-            num_asked: Row-rounds from which acceptance is known.
+            acceptance: What is known of the drafter.
             costs: What rounds cost.
             load: Says what the drafter would have to catch up on.
 
         """
         self.rounds_off += 1
         self._most_rows = max(self._most_rows, rows)
-        if num_asked >= _KNOWN:
+        if acceptance.num_asked >= _KNOWN:
             in_tail = 2 * rows <= self._most_rows or rows == 1
             wait = min(self._patience * _PROBE_AFTER, _PROBE_AT_LATEST) if in_tail else _PROBE_AT_LATEST
             if self.rounds_off <= max(_NEXT_PROBE_AFTER if self._hopes else wait, self._too_dear_until):
                 return False
-            loss = _loss(costs, rows, *self.shape(rows, max_length), load().backlog) - _PROBE_LOSS * self.rounds_off
+            shape = self.shape(rows, max_length, acceptance)
+            loss = _loss(costs, rows, *shape, load().backlog) - _PROBE_LOSS * self.rounds_off
             if loss > self._saved:
                 # A forecast in every round is more than a resting drafter should cost.
                 halfway = int(0.5 * (loss - self._saved) / _PROBE_LOSS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from leadout.errors import ModelError
 from leadout.models.loading import iter_weights, read_config
 from leadout.models.spec import DecoderSpec
 from leadout.models.weights import check_tensors
+from leadout.storage import writing
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_OWN_FILES = {"config.json", "README.md"}
+_OWN_FILES = {"config.json", "README.md", "leadout.json"}
+"""Of the policy alone; the last one is the note that a model was fetched."""
 _NOT_COPIED = {".safetensors", ".bin", ".gguf", ".pt", ".h5", ".msgpack"}
 
 
@@ -83,13 +86,25 @@ def write_cut_model(policy: Path, layers: Sequence[int], folder: Path) -> Decode
     check_tensors(spec, tensors)
     if spec.tied:
         tensors.pop("lm_head.weight", None)
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    copy_tokenizer(policy, temporary)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors", {"format": "pt"})
-    (temporary / "config.json").write_text(json.dumps(cut, indent=2) + "\n", encoding="utf-8")
-    if folder.exists():
-        folder.rmdir()
-    temporary.replace(folder)
+    _write(policy, cut, {name: tensor.contiguous() for name, tensor in tensors.items()}, folder.resolve())
     return spec
+
+
+def _write(policy: Path, config: Mapping[str, Any], tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Into a folder of no one else's first; an empty folder that is there stays, and its config comes last."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        with writing(folder):
+            copy_tokenizer(policy, temporary)
+            save_file(tensors, temporary / "model.safetensors", {"format": "pt"})
+            (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        temporary.chmod(0o755)
+        (temporary / "model.safetensors").chmod(0o644)
+        if not folder.exists():
+            temporary.replace(folder)
+            return
+        for file in sorted(temporary.iterdir(), key=lambda file: file.name == "config.json"):
+            file.replace(folder / file.name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

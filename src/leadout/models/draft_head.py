@@ -55,11 +55,12 @@ class DraftHeadSpec:
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size")
-        for name in (*sizes, "target_hidden_size", "draft_vocab_size"):
+        for name in (*sizes, "target_hidden_size", "draft_vocab_size", "max_position_embeddings"):
             if getattr(self, name) < 1:
                 raise ModelError(f"draft head: {name} must be at least 1, got {getattr(self, name)}")
         checks = (
             (self.num_heads % self.num_kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads"),
+            (0.0 < self.rms_norm_eps < 1.0, f"rms_norm_eps must lie between 0 and 1, got {self.rms_norm_eps:g}"),
             (self.head_dim % 2 == 0, f"head_dim must be even, got {self.head_dim}"),
             (
                 self.draft_vocab_size <= self.vocab_size,

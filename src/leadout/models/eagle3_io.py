@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leadout.errors import ModelError
+from leadout.errors import ModelError, about
 from leadout.models.eagle3 import Eagle3Head, make_head
 from leadout.models.eagle3_spec import Eagle3Spec
 from leadout.models.head_files import (
     FileForm,
     check_policy,
     check_tensors_fit,
+    flag,
     read_fields,
     read_shape,
     read_tensors,
@@ -156,7 +157,7 @@ def read_eagle3(
 
 def head_of_tensors(spec: Eagle3Spec, tensors: Mapping[str, Tensor], origin: str) -> Eagle3Head:
     """A head holding exactly these tensors (published names), in their dtype; `origin` begins every message."""
-    with torch.device("meta"):
+    with torch.device("meta"), about(origin):
         head = make_head(spec, own_embeddings="embed_tokens.weight" in tensors)
     check_tensors_fit(head.state_dict(), tensors, origin, "an EAGLE-3 head")
     head.load_state_dict(dict(tensors), assign=True)
@@ -203,11 +204,9 @@ def read_spec(folder: Path) -> Eagle3Spec:
             layer_ids=_layer_ids(fields),
             target_hidden_size=whole(fields, "target_hidden_size", common["hidden_size"]),
             # Where an EAGLE-3 head of the speculators form does not say, vLLM takes it for on.
-            norm_before_residual=bool(
-                fields.get("norm_before_residual", fields.get("speculators_model_type") == "eagle3")
-            ),
-            norm_before_fc=bool(fields.get("norm_before_fc", False)),
-            fc_norm=bool(fields.get("fc_norm", False)),
+            norm_before_residual=flag(fields, "norm_before_residual", fields.get("speculators_model_type") == "eagle3"),
+            norm_before_fc=flag(fields, "norm_before_fc", False),
+            fc_norm=flag(fields, "fc_norm", False),
             mask_token_id=whole({"mask_token_id": masks[0]}, "mask_token_id") if masks else None,
         )
 
@@ -234,7 +233,7 @@ def _refuse_foreign(layer: Mapping[str, Any], path: Path) -> None:
     if not ours and layer.get("speculators_model_type") not in _SPECULATORS:
         raise ModelError(f"{path}: expected architectures LlamaForCausalLMEagle3, got {architecture or 'none'}")
     if layer.get("num_hidden_layers", 1) != 1:
-        raise ModelError(f"{path}: expected num_hidden_layers 1, got {layer['num_hidden_layers']}")
+        raise ModelError(f"{path}: expected num_hidden_layers 1, got {layer['num_hidden_layers']!r}")
     for name, only in REFUSED.items():
         if layer.get(name, only) not in (only, None):
             raise ModelError(f"{path}: expected {name} {only} (nothing else is implemented), got {layer[name]}")
@@ -271,7 +270,8 @@ def _canonical(tensors: Mapping[str, Tensor], spec: Eagle3Spec) -> dict[str, Ten
         if "mask_hidden" in renamed:
             renamed["mask_hidden"] = renamed["mask_hidden"].reshape(1, -1)
         table_PH = renamed.get("embed_tokens.weight")
-        if "mask_embedding" not in renamed and table_PH is not None and table_PH.shape[0] > spec.mask_token_id:
+        has_row = table_PH is not None and table_PH.ndim == 2 and table_PH.shape[0] > spec.mask_token_id
+        if "mask_embedding" not in renamed and table_PH is not None and has_row:
             renamed["mask_embedding"] = table_PH[spec.mask_token_id : spec.mask_token_id + 1].clone()
     return renamed
 

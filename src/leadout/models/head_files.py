@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pickle
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,21 @@ from leadout.storage import writing
 
 _NESTED = ("transformer_layer_config", "eagle_config")
 """Objects in a config whose fields belong to the head: of the speculators form, and of older EAGLE-3 heads."""
+
+
+_LARGEST = 2**31 - 1
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MAPS = {
+    "d2t": (torch.int64, torch.int32, torch.int16),
+    "t2d": (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+}
+"""Vocabulary maps, with the types that they come in."""
+_PART = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+# What reading a file that is no weight file may raise; text in the place of a pickle calls for anything.
+_NO_WEIGHTS = (
+    *(SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError),
+    *(LookupError, ValueError, TypeError, AttributeError),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +89,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"{folder}: expected a draft head folder with config.json, found none") from error
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: expected JSON, got {error}; copy the file again") from error
     nested = [config.pop(name, {}) for name in _NESTED] if isinstance(config, dict) else []
     if not isinstance(config, dict) or not all(isinstance(part, dict) for part in nested):
@@ -148,7 +164,19 @@ def whole(fields: Mapping[str, Any], name: str, missing: int | None = None) -> i
     value = _number(fields, name)
     if value != int(value):
         raise ModelError(f"expected a whole number in {name}, got {fields[name]!r}")
+    if abs(value) > _LARGEST:
+        raise ModelError(f"expected at most {_LARGEST} in {name}, got {fields[name]!r}")
     return int(value)
+
+
+def flag(fields: Mapping[str, Any], name: str, missing: bool) -> bool:
+    """A field that holds true or false; `missing`: where it is absent or null. Text such as "false" is neither."""
+    value = fields.get(name)
+    if value is None:
+        return missing
+    if not isinstance(value, bool):
+        raise ModelError(f"expected true or false in {name}, got {value!r}")
+    return value
 
 
 def _rope_fields(rope: RopeSpec) -> dict[str, Any]:
@@ -166,14 +194,17 @@ def _rope_fields(rope: RopeSpec) -> dict[str, Any]:
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of `model.safetensors`, its parts, or `pytorch_model.bin`; finite and of the right kind."""
-    tensors: object = _load(folder)
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+    held: object = _load(folder)
+    if not isinstance(held, dict) or not all(_is_named(name, tensor) for name, tensor in held.items()):
         raise ModelError(f"{folder}: expected a weight file with named tensors, got something else; export it again")
+    tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in held.items()}
     for name, tensor in tensors.items():
-        is_map = str(name).removeprefix("model.") in ("d2t", "t2d")
-        if is_map == tensor.is_floating_point():
-            expected = "whole numbers" if is_map else "floating-point numbers"
+        is_map = name.removeprefix("model.") in _MAPS
+        if tensor.dtype not in (_MAPS[name.removeprefix("model.")] if is_map else _FLOATS):
+            expected = "whole numbers" if is_map else "float32, bfloat16, float16 or float64 numbers"
             raise ModelError(f"{folder}: expected {name} to hold {expected}, got {tensor.dtype}; export it again")
+        if is_map and tensor.ndim != 1:
+            raise ModelError(f"{folder}: expected {name} with one axis, got {tuple(tensor.shape)}; export it again")
         if not is_map and not is_finite(tensor):
             raise ModelError(
                 f"{folder}: expected finite numbers in {name}, got NaN or infinity; use another checkpoint"
@@ -181,10 +212,28 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _is_named(name: object, tensor: object) -> bool:
+    """Whether it is an ordinary tensor with a name."""
+    plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return isinstance(name, str) and plain
+
+
+def _parts(folder: Path) -> list[Path]:
+    """The parts of one set of weights; of two sets in one folder neither is taken."""
+    found = {file: match[1] for file in sorted(folder.iterdir()) if (match := _PART.fullmatch(file.name))}
+    counts = set(found.values())
+    if counts and (len(counts) > 1 or len(found) != int(counts.copy().pop())):
+        raise ModelError(
+            f"{folder}: expected all parts of one set of weights, got {', '.join(file.name for file in found)}; "
+            "remove what is left of others, or copy what is missing"
+        )
+    return list(found)
+
+
 def _load(folder: Path) -> object:
     """From one safetensors file, its parts, or a pickled file."""
     files = [file for file in (folder / "model.safetensors",) if file.exists()]
-    files = files or sorted(folder.glob("model-*-of-*.safetensors"))
+    files = files or _parts(folder)
     files = files or [file for file in (folder / "pytorch_model.bin",) if file.exists()]
     if not files:
         raise ModelError(f"{folder}: expected model.safetensors or pytorch_model.bin, found neither")
@@ -194,7 +243,7 @@ def _load(folder: Path) -> object:
             if file.suffix == ".bin":
                 return torch.load(file, map_location="cpu", weights_only=True)
             tensors |= load_file(file)
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        except _NO_WEIGHTS as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ModelError(f"{file}: expected a whole weight file, got {reason}; copy it again") from error
     return tensors

@@ -24,14 +24,14 @@ def is_head(folder: Path) -> bool:
 
 def method_of(folder: Path) -> str:
     """The kind of a head, from its config alone. Raises ModelError where there is no head."""
-    if read_fields(folder).get("num_nextn_predict_layers") is not None:
+    if read_fields(folder).get("num_nextn_predict_layers") not in (None, 0):
         return MtpHead.method
     return (Eagle3Head if read_spec(folder).mask_token_id is None else ParallelHead).method
 
 
 def read_head(folder: Path, *, policy: Mapping[str, Tensor] | None = None, num_layers: int | None = None) -> DraftHead:
     """A head in the dtype of its file; raises ModelError as the readers of its kind do."""
-    if read_fields(folder).get("num_nextn_predict_layers") is not None:
+    if read_fields(folder).get("num_nextn_predict_layers") not in (None, 0):
         return read_mtp(folder, policy=policy, num_layers=num_layers)
     return read_eagle3(folder, policy=policy, num_layers=num_layers)
 

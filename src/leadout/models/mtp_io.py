@@ -64,7 +64,7 @@ def read_mtp(folder: Path, *, policy: Mapping[str, Tensor] | None = None, num_la
     path, fields = folder / "config.json", read_fields(folder)
     count = fields.get("num_nextn_predict_layers")
     if count != 1:
-        raise ModelError(f"{path}: expected num_nextn_predict_layers 1 (one multi-token head), got {count}")
+        raise ModelError(f"{path}: expected num_nextn_predict_layers 1 (one multi-token head), got {count!r}")
 
     def make(common: dict[str, Any]) -> MtpSpec:
         return MtpSpec(

@@ -70,23 +70,29 @@ class RopeSpec:
             raise ModelError(
                 f"expected rope type default, linear, llama3 or yarn, got {rope_type!r}; use the vLLM backend"
             )
-        theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+        theta = _first(given.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
         partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
         if partial != 1.0:
             raise ModelError(f"expected partial_rotary_factor 1, got {partial}; use the vLLM backend")
         values = _checked(rope_type, given, config)
-        factor = float(values.get("factor") or 1.0)
+        truncate = _first(values.get("truncate"), True)
+        if not isinstance(truncate, bool):
+            raise ModelError(f"expected true or false in truncate of the rope, got {truncate!r}")
+        factor = _positive("factor", values.get("factor"), 1.0)
+        original = values.get("original_max_position_embeddings")
         return cls(
             rope_type=rope_type,
-            theta=float(theta),
+            theta=_positive("rope_theta", theta, 10000.0),
             dim=head_dim,
             factor=factor,
-            low_freq_factor=float(values.get("low_freq_factor") or 1.0),
-            high_freq_factor=float(values.get("high_freq_factor") or 1.0),
-            original_max_position=int(values.get("original_max_position_embeddings") or 0),
-            beta_fast=float(values.get("beta_fast") or 32.0),
-            beta_slow=float(values.get("beta_slow") or 1.0),
-            truncate=bool(values.get("truncate", True)),
+            low_freq_factor=_positive("low_freq_factor", values.get("low_freq_factor"), 1.0),
+            high_freq_factor=_positive("high_freq_factor", values.get("high_freq_factor"), 1.0),
+            original_max_position=0
+            if original is None
+            else int(_positive("original_max_position_embeddings", original, 1.0)),
+            beta_fast=_positive("beta_fast", values.get("beta_fast"), 32.0),
+            beta_slow=_positive("beta_slow", values.get("beta_slow"), 1.0),
+            truncate=truncate,
             attention_factor=_attention_factor(rope_type, factor, values),
         )
 
@@ -158,6 +164,20 @@ class RopeSpec:
         return cos_PD, sin_PD
 
 
+def _first(*values: Any) -> Any:
+    """The first that is given."""
+    return next(value for value in values if value is not None)
+
+
+def _positive(name: str, value: object, missing: float) -> float:
+    """A parameter above 0; raises ModelError naming it."""
+    if value is None:
+        return missing
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < math.inf:
+        raise ModelError(f"expected a number above 0 in {name} of the rope, got {value!r}")
+    return float(value)
+
+
 def _checked(rope_type: str, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a kind, complete and without strangers."""
     values = dict(given)
@@ -167,7 +187,8 @@ def _checked(rope_type: str, given: dict[str, Any], config: Mapping[str, Any]) -
         if outer is not None:
             values["original_max_position_embeddings"] = outer
     if rope_type == "yarn" and values.get("factor") is None:
-        values["factor"] = config["max_position_embeddings"] / values["original_max_position_embeddings"]
+        original = _positive("original_max_position_embeddings", values["original_max_position_embeddings"], 1.0)
+        values["factor"] = config["max_position_embeddings"] / original
     required = _KEYS[rope_type]
     missing = [name for name in required if values.get(name) is None]
     if missing:

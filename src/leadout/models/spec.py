@@ -100,6 +100,9 @@ class DecoderSpec:
 
         """
         config = as_known_family(config)
+        of_a_head = [name for name in _HEAD_FIELDS if config.get(name) is not None]
+        if of_a_head:
+            raise ModelError(f"expected a whole model, got a draft head (it has {of_a_head[0]}); name the model itself")
         family = str(config.get("model_type"))
         if family not in FAMILIES:
             raise ModelError(
@@ -165,6 +168,10 @@ class DecoderSpec:
                 f"expected at most {self.sliding_window} tokens of context (sliding_window), got {max_len}; "
                 "shorten prompts or completions, or use the vLLM backend"
             )
+
+
+_HEAD_FIELDS = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "speculators_model_type")
+"""Fields that only the config of a draft head has."""
 
 
 def as_known_family(config: Mapping[str, Any]) -> Mapping[str, Any]:
