@@ -227,7 +227,7 @@ class GoodputLength:
         self, rows: int, verified_K: npt.NDArray[np.float64], tokens_K: npt.NDArray[np.float64], load: Load
     ) -> npt.NDArray[np.float64]:
         """f64[K+1]: forecast seconds of a round, its share of catching up and of waiting for other rows included."""
-        seconds_K = np.array([self.costs.round_seconds(rows, k, rows * float(v)) for k, v in enumerate(verified_K)])
+        seconds_K = np.array(self.costs.rounds_seconds(rows, (rows * verified_K).tolist()))
         rounds_K = np.maximum(load.remaining / tokens_K, 1.0)
         seconds_K[1:] += self.costs.catch_up_seconds(load.backlog) / rounds_K[1:]
         uneven_K = self.acceptance.committed_variance()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,13 @@ class CostProfile:
         # However quick the moment was in which it was measured, the pass does all that a plain step does.
         verify = max(self._verify_seconds(size), self.forward.at(rows))
         return verify + num_drafts * self._per_draft(rows)
+
+    def rounds_seconds(self, rows: int, tokens_K: Sequence[float]) -> list[float]:
+        """The same for k = 0..K, with as many tokens in the pass as each is given."""
+        plain = self.forward.at(rows)
+        draft = self._per_draft(rows) if len(tokens_K) > 1 else 0.0
+        drafted = [max(self._verify_seconds(tokens), plain) + k * draft for k, tokens in enumerate(tokens_K) if k]
+        return [plain, *drafted]
 
     def _verify_seconds(self, tokens: float) -> float:
         if self.verify.is_empty:

@@ -6,12 +6,12 @@ beyond them it keeps the mean slope, and it never falls.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Collection, Mapping
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import isotonic_regression
 
 from leadout.draft_length.pace import Levels
 
@@ -31,12 +31,38 @@ def bucket(count: float) -> int:
     return round(count) if count <= _EXACT else round(8.0 * math.log2(count / _EXACT)) + _EXACT
 
 
+def never_falling(values: list[float], weights: list[float]) -> list[float]:
+    """The nearest non-decreasing values, by weighted least squares: neighbours that fall are pooled.
+
+    Pool adjacent violators (Barlow et al. 1972). A curve has a handful of points and is fitted anew at most decisions;
+    the library's own takes longer for so few.
+    """
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        pool = (value, weight, 1)
+        while pools and pools[-1][0] >= pool[0]:
+            before = pools.pop()
+            total = before[1] + pool[1]
+            pool = ((before[0] * before[1] + pool[0] * pool[1]) / total, total, before[2] + pool[2])
+        pools.append(pool)
+    return [value for value, _, count in pools for _ in range(count)]
+
+
+def _between(count: float, counts: list[float], values: list[float]) -> float:
+    """Linear between the points, flat before the first; `count` is at most the last. Numpy takes longer for one."""
+    after = bisect.bisect_left(counts, count)
+    if not after:
+        return values[0]
+    low, high = counts[after - 1], counts[after]
+    return values[after - 1] + (values[after] - values[after - 1]) * (count - low) / (high - low)
+
+
 class Curve:
     """A non-decreasing, piecewise linear function of a count, through given points."""
 
     def __init__(self, points: Mapping[int, float]) -> None:
         self._given = dict(sorted(points.items()))
-        self._fit: tuple[Floats, Floats] | None = None
+        self._fit: tuple[list[float], list[float]] | None = None
 
     def record(self, count: int, seconds: float) -> None:
         """Take one measurement; given points stay as they are."""
@@ -57,7 +83,7 @@ class Curve:
     @property
     def smallest(self) -> float:
         """The smallest count measured."""
-        return float(self._fitted()[0][0])
+        return self._fitted()[0][0]
 
     def reaches(self, count: float) -> bool:
         """Whether about this count, or a larger one, was measured."""
@@ -67,16 +93,16 @@ class Curve:
         """Forecast seconds; needs at least one point. One point alone forecasts proportional growth beyond it."""
         counts, values = self._fitted()
         if count <= counts[-1]:
-            return float(np.interp(count, counts, values))
+            return _between(count, counts, values)
         if counts[-1] < _APART * counts[0]:
-            return float(values[-1] * count / counts[-1])
+            return values[-1] * count / counts[-1]
         slope = (values[-1] - values[0]) / (counts[-1] - counts[0])
-        return float(values[-1] + slope * (count - counts[-1]))
+        return values[-1] + slope * (count - counts[-1])
 
     def least(self, count: float) -> float:
         """As `at`, but flat beyond the largest count measured: what a larger pass costs at the very least."""
         counts, values = self._fitted()
-        return float(np.interp(count, counts, values))
+        return values[-1] if count >= counts[-1] else _between(count, counts, values)
 
     def points(self) -> dict[float, float]:
         """Seconds by count, as measured."""
@@ -87,11 +113,11 @@ class Curve:
         """Counts in order, seconds and how much each weighs."""
         return np.array([*self._given], np.float64), np.array([*self._given.values()]), np.ones(len(self._given))
 
-    def _fitted(self) -> tuple[Floats, Floats]:
+    def _fitted(self) -> tuple[list[float], list[float]]:
         """Counts and the nearest non-decreasing seconds."""
         if self._fit is None:
             counts, seconds, weights = self._measured()
-            self._fit = counts, np.asarray(isotonic_regression(seconds, weights=weights).x, np.float64)
+            self._fit = counts.tolist(), never_falling(seconds.tolist(), weights.tolist())
         return self._fit
 
 
@@ -140,7 +166,7 @@ class MeasuredCurve(Curve):
         seconds, weights = self._levels.seconds(self._kind, points)
         return np.array([self._counts[point] for point in points]), seconds, weights
 
-    def _fitted(self) -> tuple[Floats, Floats]:
+    def _fitted(self) -> tuple[list[float], list[float]]:
         if self._fitted_version != self._levels.version:
             self._fit, self._fitted_version = None, self._levels.version
         return super()._fitted()
