@@ -44,7 +44,7 @@ def peer_limit(peer: str, rows: int) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPlan:
-    """The cells. The defaults take about 35 minutes on two cores."""
+    """The cells. The defaults take 25 to 35 minutes on two cores."""
 
     sections: tuple[str, ...] = SECTIONS
     context: int = 64

@@ -54,7 +54,7 @@ _Calibrate = Annotated[
     typer.Option(metavar="FILE", help="Instead, write this machine's profile for `leadout simulate --profile`."),
 ]
 _Targets = Annotated[
-    bool, typer.Option("--targets", metavar="", help="Instead, measure the project's targets (about 25 minutes).")
+    bool, typer.Option("--targets", metavar="", help="Instead, measure the project's targets (25 to 35 minutes).")
 ]
 _Sections = Annotated[
     str | None,
