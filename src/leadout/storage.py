@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from leadout.errors import CapacityError
+
+UNREADABLE = (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, ValueError, TypeError, AttributeError)
+"""What reading pickled data may raise where the file was never written as such."""
 
 _FULL = ("os error 28", "code: 28", "StorageFull", os.strerror(errno.ENOSPC), "os error 122", os.strerror(errno.EDQUOT))
 _TORCH_FULL = ("unexpected pos", "PytorchStreamWriter failed writing")

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
-from scipy.optimize import isotonic_regression
 
 from leadout.draft_length.costs import CostProfile
-from leadout.draft_length.curves import Curve, MeasuredCurve, never_falling
+from leadout.draft_length.curves import Curve, MeasuredCurve
 from leadout.draft_length.pace import Levels
 from leadout.errors import ConfigError
 
@@ -188,11 +186,3 @@ def test_where_few_rows_were_never_measured_half_of_a_step_is_taken_as_fixed():
 def test_a_pass_with_drafts_is_never_forecast_to_be_quicker_than_a_plain_step():
     costs = CostProfile({1: 0.010, 8: 0.020}, {1: 0.001}, {2: 0.007})
     assert costs.round_seconds(1, 1) == pytest.approx(0.011)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_nearest_values_that_never_fall_are_those_of_isotonic_regression(seed):
-    rng = np.random.default_rng(seed)
-    values, weights = rng.random(1 + seed), 0.1 + rng.random(1 + seed)
-    found = never_falling(values.tolist(), weights.tolist())
-    assert found == pytest.approx(isotonic_regression(values, weights=weights).x.tolist(), rel=1e-12)

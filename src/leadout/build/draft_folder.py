@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +16,10 @@ import torch
 
 from leadout.errors import CheckpointError, ConfigError
 from leadout.pipeline.folder import write_json
+from leadout.storage import UNREADABLE
 
 _STATE: dict[str, type] = {"trainer": dict, "done": int, "best": dict, "seconds": dict, "rows": int, "last": str}
 """What a state file holds."""
-UNREADABLE = (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, ValueError, TypeError, AttributeError)
-"""What reading pickled data that was never written as such may raise."""
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from leadout.build.data import EVALUATION_SEED
 from leadout.build.draft_card import policy_hash, write_card
-from leadout.build.draft_folder import UNREADABLE, alone_in, check_new, open_folder, read_metrics
+from leadout.build.draft_folder import alone_in, check_new, open_folder, read_metrics
 from leadout.build.draft_parts import TrainingParts, build_parts
 from leadout.build.draft_plan import DraftPlan, draft_settings
 from leadout.build.kept_rollouts import read_rollouts, unscored_group, write_rollouts
@@ -43,7 +43,7 @@ from leadout.pipeline.folder import write_text
 from leadout.pipeline.generate import generate
 from leadout.pipeline.requests import make_requests
 from leadout.records import Group, Prompt, Request
-from leadout.storage import writing
+from leadout.storage import UNREADABLE, writing
 from leadout.train.cotrain import DraftTrainer
 from leadout.train.students import HeadStudent
 

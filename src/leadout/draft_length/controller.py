@@ -137,7 +137,6 @@ class GoodputLength:
         self._since_look = 0
         """Rounds since a k was tried for the doubt about its cost."""
         self._endings = Endings()
-        self._plain = Choice(0, 0)
         self._known_rows = 0
         """Rows whose plain step was found to be well known; it stays so."""
         self._decided: tuple[int, int] = (0, 0)
@@ -158,9 +157,7 @@ class GoodputLength:
             self._rounds_on = 0
             self._decided = rows, self._decided[1] + 1
             self._since_look += 1
-            if self._plain.num_rows != rows:
-                self._plain = Choice(0, rows)
-            return self._plain
+            return Choice(0, rows)
         self._rounds_on = self._rounds_on + 1 if self._current else 0
         refresh = _REFRESH_AFTER if self._gain > _NARROW else _REFRESH_NARROW_AFTER
         if self._rounds_on > refresh and not self.costs.is_frozen:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import isotonic_regression
 
 from leadout.draft_length.pace import Levels
 
@@ -29,23 +30,6 @@ Floats = npt.NDArray[np.float64]
 def bucket(count: float) -> int:
     """The point that a count belongs to."""
     return round(count) if count <= _EXACT else round(8.0 * math.log2(count / _EXACT)) + _EXACT
-
-
-def never_falling(values: list[float], weights: list[float]) -> list[float]:
-    """The nearest non-decreasing values, by weighted least squares: neighbours that fall are pooled.
-
-    Pool adjacent violators (Barlow et al. 1972). A curve has a handful of points and is fitted anew at most decisions;
-    the library's own takes longer for so few.
-    """
-    pools: list[tuple[float, float, int]] = []
-    for value, weight in zip(values, weights, strict=True):
-        pool = (value, weight, 1)
-        while pools and pools[-1][0] >= pool[0]:
-            before = pools.pop()
-            total = before[1] + pool[1]
-            pool = ((before[0] * before[1] + pool[0] * pool[1]) / total, total, before[2] + pool[2])
-        pools.append(pool)
-    return [value for value, _, count in pools for _ in range(count)]
 
 
 def _between(count: float, counts: list[float], values: list[float]) -> float:
@@ -117,7 +101,7 @@ class Curve:
         """Counts and the nearest non-decreasing seconds."""
         if self._fit is None:
             counts, seconds, weights = self._measured()
-            self._fit = counts.tolist(), never_falling(seconds.tolist(), weights.tolist())
+            self._fit = counts.tolist(), isotonic_regression(seconds, weights=weights).x.tolist()
         return self._fit
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ from leadout.errors import ModelError
 from leadout.models.draft_head import DraftHeadSpec
 from leadout.models.rope import RopeSpec
 from leadout.models.weights import is_finite
-from leadout.storage import writing
+from leadout.storage import UNREADABLE, writing
 
 _NESTED = ("transformer_layer_config", "eagle_config")
 """Objects in a config whose fields belong to the head: of the speculators form, and of older EAGLE-3 heads."""
@@ -40,11 +39,6 @@ _MAPS = {
 }
 """Vocabulary maps, with the types that they come in."""
 _PART = re.compile(r"model-\d+-of-(\d+)\.safetensors")
-# What reading a file that is no weight file may raise; text in the place of a pickle calls for anything.
-_NO_WEIGHTS = (
-    *(SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError),
-    *(LookupError, ValueError, TypeError, AttributeError),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +214,8 @@ def _is_named(name: object, tensor: object) -> bool:
 
 def _parts(folder: Path) -> list[Path]:
     """The parts of one set of weights; of two sets in one folder neither is taken."""
-    found = {file: match[1] for file in sorted(folder.iterdir()) if (match := _PART.fullmatch(file.name))}
-    counts = set(found.values())
-    if counts and (len(counts) > 1 or len(found) != int(counts.copy().pop())):
+    found = {file: int(match[1]) for file in sorted(folder.iterdir()) if (match := _PART.fullmatch(file.name))}
+    if any(count != len(found) for count in found.values()):
         raise ModelError(
             f"{folder}: expected all parts of one set of weights, got {', '.join(file.name for file in found)}; "
             "remove what is left of others, or copy what is missing"
@@ -243,7 +236,7 @@ def _load(folder: Path) -> object:
             if file.suffix == ".bin":
                 return torch.load(file, map_location="cpu", weights_only=True)
             tensors |= load_file(file)
-        except _NO_WEIGHTS as error:
+        except (SafetensorError, OSError, *UNREADABLE) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ModelError(f"{file}: expected a whole weight file, got {reason}; copy it again") from error
     return tensors

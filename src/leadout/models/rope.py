@@ -70,26 +70,26 @@ class RopeSpec:
             raise ModelError(
                 f"expected rope type default, linear, llama3 or yarn, got {rope_type!r}; use the vLLM backend"
             )
-        theta = _first(given.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
+        theta = _positive("rope_theta", given.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
         partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
         if partial != 1.0:
             raise ModelError(f"expected partial_rotary_factor 1, got {partial}; use the vLLM backend")
         values = _checked(rope_type, given, config)
-        truncate = _first(values.get("truncate"), True)
+        truncate = True if values.get("truncate") is None else values["truncate"]
         if not isinstance(truncate, bool):
             raise ModelError(f"expected true or false in truncate of the rope, got {truncate!r}")
         factor = _positive("factor", values.get("factor"), 1.0)
         original = values.get("original_max_position_embeddings")
+        if original is not None:
+            original = _positive("original_max_position_embeddings", original)
         return cls(
             rope_type=rope_type,
-            theta=_positive("rope_theta", theta, 10000.0),
+            theta=theta,
             dim=head_dim,
             factor=factor,
             low_freq_factor=_positive("low_freq_factor", values.get("low_freq_factor"), 1.0),
             high_freq_factor=_positive("high_freq_factor", values.get("high_freq_factor"), 1.0),
-            original_max_position=0
-            if original is None
-            else int(_positive("original_max_position_embeddings", original, 1.0)),
+            original_max_position=int(original or 0),
             beta_fast=_positive("beta_fast", values.get("beta_fast"), 32.0),
             beta_slow=_positive("beta_slow", values.get("beta_slow"), 1.0),
             truncate=truncate,
@@ -164,15 +164,9 @@ class RopeSpec:
         return cos_PD, sin_PD
 
 
-def _first(*values: Any) -> Any:
-    """The first that is given."""
-    return next(value for value in values if value is not None)
-
-
-def _positive(name: str, value: object, missing: float) -> float:
-    """A parameter above 0; raises ModelError naming it."""
-    if value is None:
-        return missing
+def _positive(name: str, *values: object) -> float:
+    """A parameter above 0, the first of these that is given; raises ModelError naming it."""
+    value = next((value for value in values if value is not None), None)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < math.inf:
         raise ModelError(f"expected a number above 0 in {name} of the rope, got {value!r}")
     return float(value)
@@ -187,7 +181,7 @@ def _checked(rope_type: str, given: dict[str, Any], config: Mapping[str, Any]) -
         if outer is not None:
             values["original_max_position_embeddings"] = outer
     if rope_type == "yarn" and values.get("factor") is None:
-        original = _positive("original_max_position_embeddings", values["original_max_position_embeddings"], 1.0)
+        original = _positive("original_max_position_embeddings", values["original_max_position_embeddings"])
         values["factor"] = config["max_position_embeddings"] / original
     required = _KEYS[rope_type]
     missing = [name for name in required if values.get(name) is None]
